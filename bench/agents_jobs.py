@@ -266,7 +266,7 @@ def main() -> None:
     parser = engine_parser(__doc__)
     kinds = parser.add_mutually_exclusive_group()
     kinds.add_argument("--ablation", action="store_true", help="compare parts of ours")
-    kinds.add_argument("--admission", action="store_true", help="hold programs back, or do not")
+    kinds.add_argument("--admission", action="store_true", help="hold agents back, or do not")
     options = parser.parse_args()
     # One core computes; clients and tokenizers need the other.
     os.environ.setdefault("OMP_NUM_THREADS", "1")

@@ -120,8 +120,8 @@ class PrefixIndex(Rows):
     def store_chain(
         self, worker: int, parent: int | None, halves: "array[int]", tokens: Sequence[int]
     ) -> int:
-        """Stores segments of which each is the parent of the next; returns how many were stored.
-        It ends at the first that is rejected. Segments that nobody holds yet are added together,
+        """Stores segments, each the parent of the next; returns how many were stored.
+        It ends at the first that is rejected. Segments that no worker holds yet are added together,
         which takes less time. halves: of each segment, the highest and the lowest 64 bits."""
         grows = bool(tokens) and min(tokens) >= 0 and max(tokens) <= MAX_TOKENS
         stored, count = 0, len(tokens)

@@ -18,7 +18,8 @@ load is never free, and is never said to cost more than computing.
 """
 
 from collections import deque
-from collections.abc import Iterable
+
+from scheduler.weighted_median import weighted_median
 
 PRIOR, SHARED_PRIOR = 0.1, 0.3
 LEAST, MOST = 0.005, 1.0
@@ -69,17 +70,6 @@ class LoadCost:
         """The share of tokens that go through all of these."""
         if any(len(kind) < ENOUGH for kind in (*kinds, self._computed)):
             return before
-        ratio = sum(map(_median, kinds)) / _median(self._computed)
+        ratio = sum(map(weighted_median, kinds)) / weighted_median(self._computed)
         measured = float(f"{min(max(ratio, LEAST), MOST):.2g}")
         return measured if abs(measured - before) > _CHANGE * before else before
-
-
-def _median(weighted: Iterable[tuple[float, int]]) -> float:
-    """The least value that, with all below it, has half of the weight."""
-    ascending = sorted(weighted)
-    half, so_far = sum(weight for _, weight in ascending) / 2, 0
-    for value, weight in ascending:
-        so_far += weight
-        if so_far >= half:
-            return value
-    return 0.0

@@ -156,7 +156,7 @@ class _Queued:
 
 
 class AdmittingRouter(OurRouter):
-    """With the admission queue. Engines report their memory, so that programs can be held back for
+    """With the admission queue. Engines report their memory, so that agents can be held back for
     at most `hold_s`, but as many requests as there are may be in flight."""
 
     def __init__(self, workers: int, *, hold_s: float = 0.0) -> None:

@@ -8,7 +8,7 @@ workers that hold the same of a prompt the best one is near the front of their s
     harness's prefix  w3 w9 w4 | w1 w8 ...      the first few of each group are looked at
     nothing           w2 w6 w5 | w0 w11 ...
 
-Two orders of all workers are kept: for a session's first request, whose standing cost counts the
+There are two orders of all workers: for a session's first request, whose standing cost counts the
 sessions and the recent work of a worker, and for a session that moves. Only workers whose standing
 cost changes are put again.
 

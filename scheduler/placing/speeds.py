@@ -10,7 +10,7 @@ byte; and decoded tokens, against the time from the first byte to the last. What
 in addition is the same for short and long ones, so a worker's seconds a unit are a slope. Its
 latest samples are sorted by units, each of the lower half is paired with one of the upper half, and
 the slope is the median over the pairs (Theil, 1950). Those count more that are far apart, and less
-that are old. A quarter of all samples may be absurd with little effect on it.
+that are old. A fifth of all samples may be absurd without another result.
 
     seconds                  .            lower half   upper half
       |             .   .                 x1 ---------- x4
@@ -26,9 +26,10 @@ from different requests agree.
 
 import math
 from collections import deque
-from collections.abc import Iterable
 from statistics import median_low
 from typing import NamedTuple
+
+from scheduler.weighted_median import weighted_median
 
 LEAST, MOST = 0.25, 4.0
 LATEST = 128
@@ -112,7 +113,7 @@ class Slope:
             apart = high.units - low.units
             slopes.append(((high.seconds - low.seconds) / apart, fresh * math.sqrt(apart)))
             pairs += fresh
-        self.slope = max(_median(slopes), 0.0)
+        self.slope = max(weighted_median(slopes), 0.0)
         self._pairs = pairs if self.slope else 0.0
         self._estimated_s = now_s
 
@@ -219,14 +220,3 @@ def _weights(steps: tuple[int, int]) -> Weights:
 
 def _freshness(age_s: float) -> float:
     return math.exp(-max(age_s, 0.0) / SPAN_S)
-
-
-def _median(weighted: Iterable[tuple[float, float]]) -> float:
-    """The least value that, with all below it, has half of the weight; 0 without values."""
-    ascending = sorted(weighted)
-    half, so_far = sum(weight for _, weight in ascending) / 2, 0.0
-    for value, weight in ascending:
-        so_far += weight
-        if so_far >= half:
-            return value
-    return 0.0

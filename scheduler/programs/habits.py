@@ -26,12 +26,29 @@ Kind = tuple[Doing, bool]
 """What an agent does, and whether it is a sub-agent."""
 
 
+class Returned:
+    """How many came back, and how many did not. Older ones count less and less."""
+
+    def __init__(self) -> None:
+        self._back = self._gone = 0.0
+
+    def note(self, *, is_back: bool) -> None:
+        """Counts one more."""
+        self._back, self._gone = self._back + is_back, self._gone + (not is_back)
+        if self._back + self._gone > _MOST_COUNTED:
+            self._back, self._gone = self._back / 2, self._gone / 2
+
+    def share(self, back: float, gone: float) -> float:
+        """The share that comes back. back, gone: what is assumed before any is counted."""
+        return (self._back + back) / (self._back + back + self._gone + gone)
+
+
 class Habits:
     """Of one tenant, so that nothing that a client states changes what is expected of others."""
 
     def __init__(self) -> None:
         self.gaps = Gaps()
-        self._counts: defaultdict[Kind, list[float]] = defaultdict(lambda: [0.0, 0.0])
+        self._returned: defaultdict[Kind, Returned] = defaultdict(Returned)
 
     def absence(self, agent: str, tools: Collection[str], passed_s: float) -> Absence:
         """What is expected of an agent that does this, and waits for the longest of it."""
@@ -39,16 +56,12 @@ class Habits:
         return max(found, key=lambda one: (one.soon_s, one.late_s))
 
     def note(self, kind: Kind, *, is_back: bool) -> None:
-        """Notes whether an agent came back. Older agents count less and less."""
-        counts = self._counts[kind]
-        counts[not is_back] += 1
-        if sum(counts) > _MOST_COUNTED:
-            counts[:] = [count / 2 for count in counts]
+        """Notes whether an agent came back."""
+        self._returned[kind].note(is_back=is_back)
 
     def chance(self, kind: Kind) -> float:
         """The share of agents of this kind that come back."""
-        back, gone = map(sum, zip(_BEGIN[kind], self._counts.get(kind, (0.0, 0.0)), strict=True))
-        return back / (back + gone)
+        return self._returned[kind].share(*_BEGIN[kind])
 
     def note_return(
         self, agent: Agent, now_s: float, *, brings_results: bool, stated_s: Mapping[str, float]

@@ -24,13 +24,12 @@ from heapq import heapify, heappop, heappush
 import msgspec
 from cachetools import LRUCache
 
-from scheduler.programs.habits import OPEN, Habits
+from scheduler.programs.habits import OPEN, Habits, Returned
 
 LIMIT = 16_384
 LEAST_LEASE_S, MOST_LEASE_S = 1.0, 60.0
 GROWTH = 1.25
 _MOST_TENANTS = 256
-_MOST_COUNTED = 128.0
 
 
 class _Agent(msgspec.Struct, gc=False):
@@ -54,16 +53,11 @@ class _Agent(msgspec.Struct, gc=False):
 
 
 class _Tenant:
-    """back, gone: agents that came back after their first answer, and others."""
+    """returned: of the agents that got a first answer."""
 
     def __init__(self) -> None:
         self.habits = Habits()
-        self.back, self.gone = 0.0, 1.0
-
-    def note(self, *, is_back: bool) -> None:
-        self.back, self.gone = self.back + is_back, self.gone + (not is_back)
-        if self.back + self.gone > _MOST_COUNTED:
-            self.back, self.gone = self.back / 2, self.gone / 2
+        self.returned = Returned()
 
 
 class WorkingSet:
@@ -186,7 +180,7 @@ class WorkingSet:
                 one = self._agents[agent]
                 self._set(one, one.worker, one.priority, is_awaited=False)
                 if not one.has_returned:
-                    self._tenant(one.tenant).note(is_back=False)
+                    self._tenant(one.tenant).returned.note(is_back=False)
 
     def forget_worker(self, worker: int) -> None:
         """A worker is gone, with what it held."""
@@ -196,7 +190,7 @@ class WorkingSet:
     def _lease_s(self, agent: int, one: _Agent, refill_s: float) -> float:
         """How long an agent is awaited while it is away; 0 if it is not."""
         tenant = self._tenant(one.tenant)
-        if not one.has_returned and tenant.back < tenant.gone:
+        if not one.has_returned and tenant.returned.share(0.0, 1.0) < 0.5:
             return 0.0
         absence = tenant.habits.absence(f"{agent:x}", (OPEN,), 0.0)
         if absence.soon_s >= refill_s:
@@ -207,7 +201,7 @@ class WorkingSet:
         tenant = self._tenant(one.tenant)
         tenant.habits.gaps.note(f"{agent:x}", (OPEN,), now_s - one.answered_s, {})
         if not one.has_returned:
-            tenant.note(is_back=True)
+            tenant.returned.note(is_back=True)
         one.has_returned = True
 
     def _tenant(self, name: str) -> _Tenant:

@@ -131,7 +131,8 @@ class AnswerMiddleware:
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
         turns = self._extension.next_turns
         has_turns = scope["type"] == "http" and of_path(scope["path"]).conversation is not None
-        if not has_turns or current_dry_run() is not None:
+        is_collected = turns is not None or self._extension.settings.agent_eviction != "off"
+        if not (has_turns and is_collected) or current_dry_run() is not None:
             await self.app(scope, receive, send)
             return
         answer = bytearray()

@@ -4,8 +4,8 @@
     take_answer, then start_stream,
     write, end_stream, or answer   -> head, body                         to the client
 
-The gateway waits for each part that it is told: it sends nothing on by itself, except answers that
-it does not show (response_body_mode: NONE).
+The gateway sends on only what it gets from here, except answers that it does not show
+(response_body_mode: NONE).
 """
 
 from collections.abc import Callable

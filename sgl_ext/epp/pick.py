@@ -2,8 +2,8 @@
 
     begin: prepare -> place, as any exchange -> the gateway sends it to the engine
 
-The gateway is told once where the request goes. So what happens after that is not tried again
-here: the gateway tries the spare engines that it was named, if it is configured to.
+The gateway learns once where the request goes, so nothing is tried again here after that. It tries
+the spare engines that were named, if it is configured to.
 """
 
 import asyncio
@@ -108,7 +108,7 @@ class Pick(Exchange):
         self.tried.add(worker)
 
     def passed(self, head: ResponseHead) -> None:
-        """The gateway sends the answer on, of which this is the head, without showing it."""
+        """The gateway sends an answer on without showing its body. head: of that answer."""
         self.response_head(head)
         if head.status == _UNAUTHORIZED and self._is_refused(head):
             return

@@ -31,7 +31,7 @@ _MODES = {
 
 
 class StreamAborted(Exception):
-    """The stream must end with an error, as the gateway can be told nothing better."""
+    """The stream must end with an error, because no message to the gateway says more."""
 
 
 class GatewayStream:
@@ -158,15 +158,17 @@ class GatewayStream:
             if mode not in allowed:
                 self._metrics.gateway_fault("configuration")
                 must = " or ".join(map(messages.mode_name, allowed))
-                told = f"The gateway's {name} is {messages.mode_name(mode)}, and must be {must}."
-                return BalancerError(HTTPStatus.INTERNAL_SERVER_ERROR, told)
+                problem = f"The gateway's {name} is {messages.mode_name(mode)}, and must be {must}."
+                return BalancerError(HTTPStatus.INTERNAL_SERVER_ERROR, problem)
         head = request.head
         if head.is_socket:
-            told = "A WebSocket cannot be opened through a gateway's endpoint picker."
-            return BalancerError(HTTPStatus.NOT_IMPLEMENTED, told)
+            problem = "A WebSocket cannot be opened through a gateway's endpoint picker."
+            return BalancerError(HTTPStatus.NOT_IMPLEMENTED, problem)
         if head.route is None and not head.path.startswith("/v1/"):
-            told = f"{head.method} {head.path}: only the endpoint picker's own port answers this."
-            return BalancerError(HTTPStatus.NOT_FOUND, told)
+            problem = (
+                f"{head.method} {head.path}: only the endpoint picker's own port answers this."
+            )
+            return BalancerError(HTTPStatus.NOT_FOUND, problem)
         return None
 
     def _take_body(self, body: RequestBody, part: messages.Request) -> None:

@@ -112,7 +112,7 @@ class Attempt(msgspec.Struct, eq=False):
 class Attempts:
     """The attempts of one balancer process.
 
-    working_set: what programs use; None while it is not counted.
+    working_set: what agents use; None while it is not counted.
     on_begin: called with every attempt that begins.
     on_end: called after every attempt that ends.
     """
@@ -173,28 +173,31 @@ class Attempts:
                 self.sessions.end(routing.session)
             else:
                 self.sessions.record(routing.session, worker.slot, routing.prompt_tokens, now_s)
-            self._count_program(routing, worker, held, now_s)
+            if routing.runs:
+                tokens = self._prefixes.prompt_tokens(routing.chain, held, routing.prompt_tokens)
+                asked = routing.tenant, routing.priority
+                expected_tokens = attempt.expected_tokens
+                self._count_agent(routing.session, asked, worker, tokens, expected_tokens, now_s)
         for action in self.on_begin:
             action(attempt)
         return attempt
 
-    def _count_program(
-        self, routing: RoutingRequest, worker: Worker, held: HeldPrefix, now_s: float
+    def _count_agent(
+        self,
+        session: int,
+        asked: tuple[str, int],
+        worker: Worker,
+        prompt_tokens: int,
+        held_tokens: int,
+        now_s: float,
     ) -> None:
-        """Counts what a request's agent uses. A size beyond the whole memory counts as 0: it is
-        wrong."""
-        working_set, session = self.working_set, routing.session
-        if working_set is not None and session is not None and routing.runs:
-            tokens = self._prefixes.prompt_tokens(routing.chain, held, routing.prompt_tokens)
-            working_set.begin(
-                session,
-                routing.tenant,
-                worker.slot,
-                tokens if tokens <= worker.pool_tokens else 0,
-                held.expected_tokens + held.slower_tokens,
-                now_s,
-                routing.priority,
-                worker.refill_s,
+        """Counts what an agent's request uses. asked: its tenant and priority. A size beyond the
+        whole memory counts as 0: it is wrong."""
+        if self.working_set is not None:
+            tokens = prompt_tokens if prompt_tokens <= worker.pool_tokens else 0
+            tenant, priority = asked
+            self.working_set.begin(
+                session, tenant, worker.slot, tokens, held_tokens, now_s, priority, worker.refill_s
             )
 
     @staticmethod
@@ -325,16 +328,8 @@ class Attempts:
             self._prefixes.in_flight.end(prefix, now_s + PEER_PREFIX_S)
         if session is not None:
             self.sessions.record(session, worker.slot, prompt_tokens, now_s)
+            held_tokens = max(prompt_tokens - uncached_tokens, 0)
+            asked = tenant, priority
+            self._count_agent(session, asked, worker, prompt_tokens, held_tokens, now_s)
             if self.working_set is not None:
-                held_tokens = max(prompt_tokens - uncached_tokens, 0)
-                self.working_set.begin(
-                    session,
-                    tenant,
-                    worker.slot,
-                    prompt_tokens,
-                    held_tokens,
-                    now_s,
-                    priority,
-                    worker.refill_s,
-                )
                 self.working_set.end(session, now_s, worker.refill_s)

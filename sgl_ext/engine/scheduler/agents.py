@@ -136,7 +136,7 @@ class Agents:
         """Whether a pin is likely to be read again. Pins of several agents are. It may be known for
         up to a second: there may be thousands of pins."""
         name, now_s = pin.label.conversation, self._cache.pins.now_s
-        if not name or name in self._waiting:
+        if self.policy == "off" or not name or name in self._waiting:
             return True
         known_s, found = self._wanted.get(name, (-inf, True))
         if now_s - known_s > _KNOWN_S:
