@@ -146,7 +146,7 @@ async def answer(extension: HttpExtension, reports: Any, status: int, **known: A
     sent: list[Any] = []
 
     async def app(scope: Any, receive: Any, send: Any) -> None:
-        scope["state"]["sgl_ext_context"] = context
+        scope.setdefault("state", {})["sgl_ext_context"] = context
         await send({"type": "http.response.start", "status": status, "headers": []})
         await send({"type": "http.response.body", "body": b"a", "more_body": True})
         context.called.append("Bash")
