@@ -17,16 +17,15 @@ that are old. A fifth of all samples may be absurd without another result.
       |     .  .                          x2 ---------- x5
       +------------------------ units     x3 ---------- x6
 
-Weights begin at 1 and return to it as samples grow old: a few pairs that say nothing different are
-always assumed. So a worker that was slow for a while, and therefore gets few requests, is tried
-again. Weights are powers of the square root of 2 within bounds, and change only when what was
-learned is clearly nearer to another one: equal workers keep the weight 1, and balancers that learn
-from different requests agree.
+What the slopes' own spread may explain is no difference (twice the standard error of the median).
+It grows as samples grow old, so weights begin at 1 and return to it: a worker that was slow for a
+while, and therefore gets few requests, is tried again. Weights are powers of the square root of 2
+within bounds, and change only when what was learned is clearly nearer to another one: equal workers
+keep the weight 1, and balancers that learn from different requests agree.
 """
 
 import math
 from collections import deque
-from statistics import median_low
 from typing import NamedTuple
 
 from scheduler.weighted_median import weighted_median
@@ -36,8 +35,11 @@ LATEST = 128
 """How many samples of a worker count."""
 SPAN_S = 300.0
 """A sample's weight falls by a factor of e in this time."""
-PRIOR = 3.0
-"""So many pairs that say nothing different are assumed of each worker."""
+LEAST_PAIRS = 6.0
+"""Fewer pairs say nothing."""
+DOUBT = 2.0
+"""So many standard errors are taken off what was learned: on a busy machine, a few answers make
+equal workers look different."""
 LEAST_PREFILL, LEAST_DECODE = 128, 16
 """Shorter work says little about speed."""
 MOST_OUTPUT, MOST_STEP_TOKENS = 4_096, 1_000.0
@@ -47,6 +49,9 @@ REFRESH_S = 1.0
 """Weights change no more often than this."""
 # The slope is found again after so many samples.
 _EACH = 8
+# The standard error of the median of normally distributed values, each so many times the root of
+# their number: 1.2533 standard deviations, each 1.4826 median absolute deviations.
+_MEDIAN_ERROR = 1.2533 * 1.4826
 # What the latest answer adds to the usual length.
 _USUAL = 1 / 64
 # Steps of a weight are half powers of 2. This far from the present one, it changes.
@@ -84,7 +89,7 @@ class Slope:
         self.slope = 0.0
         self._least = least
         self._samples: deque[_Sample] = deque(maxlen=LATEST)
-        self._pairs = self._estimated_s = 0.0
+        self._pairs = self._spread = self._estimated_s = 0.0
         self._new = 0
 
     def add(self, units: float, seconds: float, now_s: float) -> None:
@@ -101,6 +106,10 @@ class Slope:
         """How many pairs the slope rests on, less the older they are."""
         return self._pairs * _freshness(now_s - self._estimated_s)
 
+    def error(self, now_s: float) -> float:
+        """The standard error of the slope, as a share of it."""
+        return self._spread / math.sqrt(self.pairs(now_s))
+
     def _estimate(self, now_s: float) -> None:
         ordered = sorted(self._samples)
         half = (len(ordered) + 1) // 2
@@ -114,6 +123,8 @@ class Slope:
             slopes.append(((high.seconds - low.seconds) / apart, fresh * math.sqrt(apart)))
             pairs += fresh
         self.slope = max(weighted_median(slopes), 0.0)
+        apart = weighted_median([(abs(slope - self.slope), weight) for slope, weight in slopes])
+        self._spread = _MEDIAN_ERROR * apart / self.slope if self.slope else 0.0
         self._pairs = pairs if self.slope else 0.0
         self._estimated_s = now_s
 
@@ -200,14 +211,19 @@ class Speeds:
     def _learned(self, kind: int, now_s: float) -> tuple[float, dict[int, int]]:
         """The seconds of the usual worker, 0 if they are unknown, and the workers' weights as half
         powers of 2."""
-        pairs = {worker: slopes[kind].pairs(now_s) for worker, slopes in self._slopes.items()}
-        known = [self._slopes[worker][kind].slope for worker in pairs if pairs[worker] >= PRIOR]
-        usual = median_low(known) if len(known) > 1 else 0.0
+        known = [
+            (slopes[kind].slope, slopes[kind].error(now_s))
+            for slopes in self._slopes.values()
+            if slopes[kind].pairs(now_s) >= LEAST_PAIRS
+        ]
+        usual, usual_error = sorted(known)[(len(known) - 1) // 2] if len(known) > 1 else (0.0, 0.0)
         found: dict[int, int] = {}
-        for worker, fresh in pairs.items():
-            slope, learned = self._slopes[worker][kind].slope, 0.0
-            if usual and slope:
-                learned = 2 * math.log2(slope / usual) * fresh / (fresh + PRIOR)
+        for worker, slopes in self._slopes.items():
+            learned, slope = 0.0, slopes[kind]
+            if usual and slope.pairs(now_s) >= LEAST_PAIRS:
+                apart = 2 * math.log2(slope.slope / usual)
+                error = 2 / math.log(2) * math.hypot(slope.error(now_s), usual_error)
+                learned = math.copysign(max(abs(apart) - DOUBT * error, 0.0), apart)
             learned = min(max(learned, 2 * math.log2(LEAST)), 2 * math.log2(MOST))
             step = self._steps.get(worker, _EVEN_STEPS)[kind]
             found[worker] = round(learned) if abs(learned - step) > _CLEAR else step

@@ -72,6 +72,13 @@ def test_noise_changes_little(seed: int) -> None:
             assert slower / 1.5 < weight < slower * 1.5
 
 
+@pytest.mark.parametrize("count", [16, 64, 200])
+def test_a_busy_machine_hardly_ever_makes_equal_workers_look_different(count: int) -> None:
+    found = [served([1, 1], count=count, noise=0.8, seed=seed) for seed in range(20)]
+    equal = [weights_of(each, 2) == [EVEN, EVEN] for each in found]
+    assert equal.count(True) >= 18
+
+
 def test_what_every_request_takes_in_addition_is_no_speed() -> None:
     """A worker that gets short requests alone is not slower for it."""
     found, chance = Speeds(), random.Random(1)
