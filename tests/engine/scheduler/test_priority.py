@@ -282,9 +282,9 @@ def test_for_a_much_more_important_one_a_slot_is_freed_and_no_answer_changes(
     with Answers(slots) as answers:
         batch = [answers.send("batch", 0, prompt, 500) for prompt in prompts]
         slots.has_running(SLOTS)
-        answers.queue("not enough", THRESHOLD - 1, text(20))
+        answers.queue("not enough", THRESHOLD - 1, text(20), 200)
         answers.send("interactive", THRESHOLD, text(20)).result()
-        assert answers.order == ["interactive"]
+        until(lambda: answers.order == ["interactive"])
         assert [answer.result() for answer in batch] == undisturbed
     assert sorted(answers.order) == ["batch", "batch", "interactive", "not enough"]
 
