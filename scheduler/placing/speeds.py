@@ -35,8 +35,8 @@ LATEST = 128
 """How many samples of a worker count."""
 SPAN_S = 300.0
 """A sample's weight falls by a factor of e in this time."""
-LEAST_PAIRS = 6.0
-"""Fewer pairs say nothing."""
+LEAST_PAIRS, LEAST_FRESH = 6, 3.0
+"""Fewer pairs say nothing, and neither do pairs that have lost more of their weight."""
 DOUBT = 2.0
 """So many standard errors are taken off what was learned: on a busy machine, a few answers make
 equal workers look different."""
@@ -80,7 +80,7 @@ class _Sample(NamedTuple):
 
 
 class Slope:
-    """Seconds a unit, of the latest samples. slope: 0 while nothing is known.
+    """Seconds a unit, of the latest samples. slope: 0 while too little is known.
 
     least: a sample of fewer units is none.
     """
@@ -106,8 +106,13 @@ class Slope:
         """How many pairs the slope rests on, less the older they are."""
         return self._pairs * _freshness(now_s - self._estimated_s)
 
+    def is_known(self, now_s: float) -> bool:
+        """Whether the slope rests on enough pairs."""
+        return self.slope > 0 and self.pairs(now_s) >= LEAST_FRESH
+
     def error(self, now_s: float) -> float:
-        """The standard error of the slope, as a share of it."""
+        """The standard error of a slope that is known, as a share of it. It grows as the samples
+        grow old."""
         return self._spread / math.sqrt(self.pairs(now_s))
 
     def _estimate(self, now_s: float) -> None:
@@ -122,11 +127,10 @@ class Slope:
             apart = high.units - low.units
             slopes.append(((high.seconds - low.seconds) / apart, fresh * math.sqrt(apart)))
             pairs += fresh
-        self.slope = max(weighted_median(slopes), 0.0)
+        self.slope = max(weighted_median(slopes), 0.0) if len(slopes) >= LEAST_PAIRS else 0.0
         apart = weighted_median([(abs(slope - self.slope), weight) for slope, weight in slopes])
         self._spread = _MEDIAN_ERROR * apart / self.slope if self.slope else 0.0
-        self._pairs = pairs if self.slope else 0.0
-        self._estimated_s = now_s
+        self._pairs, self._estimated_s = pairs, now_s
 
 
 class Speeds:
@@ -214,13 +218,13 @@ class Speeds:
         known = [
             (slopes[kind].slope, slopes[kind].error(now_s))
             for slopes in self._slopes.values()
-            if slopes[kind].pairs(now_s) >= LEAST_PAIRS
+            if slopes[kind].is_known(now_s)
         ]
         usual, usual_error = sorted(known)[(len(known) - 1) // 2] if len(known) > 1 else (0.0, 0.0)
         found: dict[int, int] = {}
         for worker, slopes in self._slopes.items():
             learned, slope = 0.0, slopes[kind]
-            if usual and slope.pairs(now_s) >= LEAST_PAIRS:
+            if usual and slope.is_known(now_s):
                 apart = 2 * math.log2(slope.slope / usual)
                 error = 2 / math.log(2) * math.hypot(slope.error(now_s), usual_error)
                 learned = math.copysign(max(abs(apart) - DOUBT * error, 0.0), apart)
