@@ -60,7 +60,7 @@ check: setup
 test: setup
 	$(PYTHON) -m pytest -n $(TEST_PROCESSES)
 
-# The tests that take longest: benches, Ray, wheels, two ranks, many cases of the fuzzers.
+# The tests that take longest: benches, Ray, wheels, other kinds of engines, more of the fuzzers.
 test-slow: setup
 	$(PYTHON) -m pytest -n $(TEST_PROCESSES) -m slow
 

@@ -16,7 +16,7 @@ def test_a_request_moves_if_the_one_before_of_its_conversation_went_elsewhere() 
     assert moves_of([one, []]) == 0
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_a_burst_of_one_harness_does_not_queue_at_one_worker() -> None:
     setup = harness_setup("same_harness")
     found = simulate_seeds(setup.trace, setup.engine, setup.workers, range(1, 4))
@@ -27,7 +27,7 @@ def test_a_burst_of_one_harness_does_not_queue_at_one_worker() -> None:
     assert ours["load_max_over_mean"]["max"] < 1.2
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_eight_harnesses_stay_on_few_workers() -> None:
     setup = harness_setup("eight_harnesses")
     found = simulate_seeds(setup.trace, setup.engine, setup.workers, range(1, 4))

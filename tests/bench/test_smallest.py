@@ -13,6 +13,7 @@ from sgl_ext_cpu.envoy import install_envoy
 from sgl_ext_cpu.node import FORKING, ROOT
 from sgl_ext_cpu.nursery import Nursery
 
+LONGEST = ("scale", "templates")
 WITHOUT_ENGINES = (
     *("index", "held_agents", "proxy", "routing", "scale", "store", "templates", "tool_loop"),
 )
@@ -64,14 +65,14 @@ def test_routers_in_front_of_engines_of_unequal_speed() -> None:
 @pytest.mark.long
 @pytest.mark.parametrize(
     "name",
-    [pytest.param(n, marks=[pytest.mark.slow] * (n == "templates")) for n in WITHOUT_ENGINES],
+    [pytest.param(n, marks=[pytest.mark.slow] * (n in LONGEST)) for n in WITHOUT_ENGINES],
 )
 def test_a_bench_without_engines_holds_its_invariants(name: str) -> None:
     assert run_smallest(name)["bench"] == name
 
 
 @pytest.mark.installs
-@pytest.mark.long
+@pytest.mark.slow
 def test_the_bench_of_the_endpoint_picker_holds_its_invariants() -> None:
     try:
         install_envoy()

@@ -62,14 +62,14 @@ class Library:
 
 IN_THE_SUITE = [
     Library("AI SDK", "ai_sdk.mjs", "responses", "responses"),
-    Library("AI SDK", "ai_sdk.mjs", "chat", "chat", "the base URL, `openai.chat(...)`"),
-    Library("AI SDK", "ai_sdk.mjs", "compatible", "chat (openai-compatible)"),
     Library("AI SDK", "ai_sdk.mjs", "anthropic", "messages"),
     Library("openai SDK", "sdks.py", "chat", "chat"),
-    Library("openai SDK", "sdks.py", "responses", "responses"),
     Library("anthropic SDK", "sdks.py", "messages", "messages"),
 ]
 OTHERS = [
+    Library("openai SDK", "sdks.py", "responses", "responses"),
+    Library("AI SDK", "ai_sdk.mjs", "compatible", "chat (openai-compatible)"),
+    Library("AI SDK", "ai_sdk.mjs", "chat", "chat", "the base URL, `openai.chat(...)`"),
     Library("anthropic SDK", "sdks.py", "tool_runner", "messages (`tool_runner`)"),
     Library("openai-agents", "openai_agents.py", "responses", "responses"),
     Library("openai-agents", "openai_agents.py", "chat", "chat"),

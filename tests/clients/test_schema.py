@@ -21,7 +21,7 @@ from sgl_ext_cpu.node import Node
 from sgl_ext.protocols import routes
 from tests.clients.test_fuzz import problem
 
-pytestmark = pytest.mark.wrong_requests
+pytestmark = [pytest.mark.wrong_requests, pytest.mark.slow]
 _TRIES = 3
 _SLOW = {"/v1/chat/completions", "/v1/completions", "/invocations", "/vertex_generate"}
 _LONG = {"/api/chat", "/api/generate"}

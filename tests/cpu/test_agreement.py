@@ -32,7 +32,14 @@ SETTINGS = {
 }
 
 pytestmark = pytest.mark.parametrize(
-    "engine", list(SETTINGS.values()), ids=list(SETTINGS), indirect=True, scope="module"
+    "engine",
+    [
+        pytest.param(each, marks=[pytest.mark.slow] * (name == "two ranks"))
+        for name, each in SETTINGS.items()
+    ],
+    ids=list(SETTINGS),
+    indirect=True,
+    scope="module",
 )
 
 

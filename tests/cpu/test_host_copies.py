@@ -12,6 +12,7 @@ from sgl_ext_cpu import host_copies
 from sgl_ext_cpu.nursery import Nursery
 
 from tests.engine.scheduler.test_event_publisher import running_engine
+from tests.kinds import slow_but_for
 
 LAYERS, SLOTS = 3, 16
 POOL, LENGTH = 4096, 1500
@@ -47,7 +48,9 @@ def test_slots_come_back_to_other_places_as_they_were(page: int, data: st.DataOb
             assert torch.equal(found[1][back], value[here])
 
 
-@pytest.mark.parametrize("layout", ["layer_first", "page_first_direct"])
+@pytest.mark.parametrize(
+    "layout", slow_but_for(["layer_first"], ["layer_first", "page_first_direct"])
+)
 def test_an_engine_reads_from_the_host_what_it_evicted(
     nursery: Nursery, tiny_model: Path, tmp_path: Path, layout: str
 ) -> None:

@@ -12,6 +12,7 @@ from sgl_ext_cpu.node import running_balancer
 from sgl_ext_cpu.nursery import Nursery
 
 from tests.engine.scheduler.test_event_publisher import Engine, running_engine
+from tests.kinds import slow_but_for
 from tests.waiting import until
 
 KINDS = {
@@ -33,7 +34,7 @@ class Ranked(NamedTuple):
         return found
 
 
-@pytest.fixture(scope="module", params=KINDS)
+@pytest.fixture(scope="module", params=slow_but_for(["attention"], KINDS))
 def ranked(
     request: pytest.FixtureRequest,
     nursery: Nursery,

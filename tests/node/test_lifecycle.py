@@ -161,6 +161,7 @@ def test_no_request_is_lost_when_a_process_of_an_engine_is_killed(pair: Node) ->
     until(lambda: all_ready(pair))
 
 
+@pytest.mark.slow
 def test_no_request_is_lost_while_engines_restart_one_after_another(pair: Node) -> None:
     ended = Event()
 

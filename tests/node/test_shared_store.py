@@ -16,7 +16,9 @@ from tests.waiting import until
 pytestmark = pytest.mark.long
 
 
-@pytest.fixture(params=[Redis, Postgres], ids=["redis", "postgresql"])
+@pytest.fixture(
+    params=[Redis, pytest.param(Postgres, marks=pytest.mark.slow)], ids=["redis", "postgresql"]
+)
 def server(request: pytest.FixtureRequest) -> Iterator[Server]:
     with running(request.param) as started:
         yield started

@@ -122,6 +122,7 @@ def test_a_spilled_prefix_is_loaded_before_its_session_returns(engine: Serving) 
     assert said == cold
 
 
+@pytest.mark.slow
 def test_a_session_that_returns_first_loads_its_prefix_itself(engine: Serving) -> None:
     agent = Agent(engine, TASKS[1])
     agent.begin()

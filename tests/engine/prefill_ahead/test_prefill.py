@@ -31,6 +31,7 @@ from tests.engine.scheduler.test_event_publisher import (
     text,
     user,
 )
+from tests.kinds import slow_but_for
 from tests.waiting import until as until_within
 
 SLICE = 256
@@ -129,7 +130,7 @@ WARMED = [{**ONE, "system": text(500), "messages": [user(5)]} for _ in range(2)]
 RANKS = {"one rank": (), "two ranks": ("--tp-size", "2")}
 
 
-@pytest.fixture(scope="module", params=RANKS)
+@pytest.fixture(scope="module", params=slow_but_for(["one rank"], RANKS))
 def started(
     request: pytest.FixtureRequest,
     nursery: Nursery,

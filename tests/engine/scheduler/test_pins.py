@@ -35,6 +35,7 @@ from tests.engine.scheduler.test_event_publisher import (
     text,
     user,
 )
+from tests.kinds import slow_but_for
 from tests.waiting import until as until_within
 
 BUDGET = 0.9
@@ -148,9 +149,7 @@ class Pinning:
         assert "hit an exception" not in said
 
 
-@pytest.fixture(
-    scope="module", params=[_TWO_RANKS if name == "two ranks" else name for name in KINDS]
-)
+@pytest.fixture(scope="module", params=slow_but_for(["default", "pages"], KINDS))
 def engine(
     request: pytest.FixtureRequest,
     nursery: Nursery,

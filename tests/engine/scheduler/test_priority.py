@@ -490,6 +490,7 @@ async def test_half_of_a_long_queue_leaves_and_the_other_half_is_answered(
 BATCH = 4
 
 
+@pytest.mark.slow
 def test_for_a_much_more_important_one_memory_is_taken_and_no_answer_changes(
     memory: Serving,
 ) -> None:

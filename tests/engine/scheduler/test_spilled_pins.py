@@ -23,6 +23,7 @@ from sgl_ext.settings.reloading import SETTINGS_PATH
 from sgl_ext.settings.schema import EngineSettings
 from tests.engine.scheduler.test_event_publisher import POOL, Engine, running_engine
 from tests.engine.scheduler.test_pins import Kind
+from tests.kinds import slow_but_for
 from tests.waiting import until as until_within
 
 RATIO = 3
@@ -41,7 +42,6 @@ KINDS = {
     "python core, pages": Kind((*FLAGS, "write_through"), (PYTHON, PAGES), 16),
     "two ranks": TWO_RANKS._replace(environ=(("SGLANG_CPU_OMP_THREADS_BIND", "0|1"),)),
 }
-_SLOW = ("write back, pages", "python core, pages", "two ranks")
 _numbers = count(1)
 
 
@@ -130,7 +130,7 @@ class Spilling:
 
 @pytest.fixture(
     scope="module",
-    params=[pytest.param(k, marks=pytest.mark.slow) if k in _SLOW else k for k in KINDS],
+    params=slow_but_for(["write through"], KINDS),
 )
 def engine(
     request: pytest.FixtureRequest,

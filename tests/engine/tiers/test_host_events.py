@@ -18,6 +18,7 @@ from tests.engine.scheduler.test_event_publisher import (
     running_engine,
     text,
 )
+from tests.kinds import slow_but_for
 from tests.waiting import until
 
 POOL, HOST_POOL = 4096, 4
@@ -83,7 +84,7 @@ def chain(prompt: str) -> list[str]:
     return chain_of("/generate", {"text": prompt})
 
 
-@pytest.fixture(scope="module", params=CORES)
+@pytest.fixture(scope="module", params=slow_but_for(["rust"], CORES))
 def started(
     request: pytest.FixtureRequest,
     nursery: Nursery,

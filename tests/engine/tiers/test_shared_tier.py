@@ -17,6 +17,7 @@ from sgl_ext_cpu.nursery import Nursery
 from sgl_ext.engine.tiers.ledger import cost_of
 from sgl_ext.settings.shared_tier import FOLDER_VARIABLE, tier_flags
 from tests.engine.scheduler.test_event_publisher import Engine, Watch, running_engine, text
+from tests.kinds import slow_but_for
 from tests.waiting import until
 
 LENGTH, PAGE, MIB = 1500, 16, 1 << 20
@@ -96,7 +97,7 @@ def small_tmpfs(tmp_path: Path) -> Iterator[Path]:
         subprocess.run(["umount", "--lazy", str(place)], check=True)
 
 
-@pytest.mark.parametrize("core", ["rust", "python"])
+@pytest.mark.parametrize("core", slow_but_for(["rust"], ["rust", "python"]))
 def test_a_full_tier_evicts_what_was_used_least_recently(
     start: Start, folder: Path, core: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
