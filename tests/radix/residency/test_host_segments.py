@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from radix.residency.changes import Changes
@@ -15,10 +15,12 @@ A, B, C, D, E = 0xA, 0xB, 0xC, 0xD, 0xE
 
 class TieredTree(TokenTree):
     """A node is on the device, or only on the host once it was demoted. Its children on the device
-    are demoted before it; on the host it stays at least as long as its children."""
+    are demoted before it; on the host it stays at least as long as its children. One that comes
+    back to the device keeps its copy on the host."""
 
     def __init__(self) -> None:
         self.demoted: set[int] = set()
+        self.copied: set[int] = set()
         super().__init__()
 
     def insert(self, tokens: tuple[int, ...]) -> tuple[int, int]:
@@ -26,8 +28,11 @@ class TieredTree(TokenTree):
         had, node = super().insert(tokens)
         for new in self.nodes():  # a split leaves the upper part where the whole was
             below = new.children[0] if new.children else None
-            if id(new) not in before and below is not None and before.get(id(below)):
-                self.demoted.add(new.number)
+            if id(new) not in before and below is not None:
+                if before.get(id(below)):
+                    self.demoted.add(new.number)
+                if below.number in self.copied:
+                    self.copied.add(new.number)
         self.demoted -= {number for _, number in self.path(node)}
         return had, node
 
@@ -38,8 +43,9 @@ class TieredTree(TokenTree):
         if not leaves:
             return False
         leaf = leaves[choice % len(leaves)]
-        if backed or leaf.children:
+        if backed or leaf.children or leaf.number in self.copied:
             self.demoted.add(leaf.number)
+            self.copied.add(leaf.number)
         else:
             self._parent(leaf).children.remove(leaf)
         return True
@@ -272,6 +278,9 @@ STEPS = st.lists(
 
 
 @given(STEPS, st.sampled_from([1, 4]))
+@example(
+    [("run", Said((1,)), 6), ("demote", 0, True), ("run", Said((1,)), 1), ("demote", 0, False)], 1
+)
 def test_no_tier_is_claimed_to_have_more_than_it_has(
     steps: list[tuple[object, ...]], page: int
 ) -> None:
