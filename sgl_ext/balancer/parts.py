@@ -117,6 +117,7 @@ class Parts:
             prefixes=prefixes,
         )
         router.attempts.speeds.learns = config.learn_speeds
+        router.lists_others = config.request_log is not None
         self._admission_queue = AdmissionQueue(
             router,
             metrics,

@@ -67,8 +67,9 @@ class Attempt(msgspec.Struct, eq=False):
     """One attempt to serve a request on one worker.
 
     decoder: the decode engine that answers, if `worker` is a prefill engine.
-    considered: workers that it could have gone to, as they were: all, or for a session that stays
-        on one of many its own and those that hold most.
+    considered: workers that it could have gone to, as they were: all, or of many those that were
+        compared. For a session that stays on its worker, that one, and if the router lists others
+        those that hold most.
     held_at: the tokens that another worker, by its id, was expected to hold of the prompt; None if
         it could not have gone there.
     predicted_tokens: prompt tokens that the worker held in any tier when the attempt began.
@@ -173,7 +174,7 @@ class Attempts:
                 self.sessions.end(routing.session)
             else:
                 self.sessions.record(routing.session, worker.slot, routing.prompt_tokens, now_s)
-            if routing.runs:
+            if routing.runs and self.working_set is not None:
                 tokens = self._prefixes.prompt_tokens(routing.chain, held, routing.prompt_tokens)
                 asked = routing.tenant, routing.priority
                 expected_tokens = attempt.expected_tokens

@@ -3,7 +3,7 @@ fleet are compared."""
 
 from collections.abc import Callable
 from functools import cached_property, reduce
-from math import ceil, inf
+from math import inf
 from operator import or_
 
 from scheduler.capacity import has_capacity
@@ -195,7 +195,9 @@ class Fleet:
         workers = self._workers.all
         due = len(workers)
         if due == self._read:
-            due = min(ceil(min((now_s - self._reread_s) / REREAD_S, 1.0) * due), _MOST_REREAD)
+            due = min(int((now_s - self._reread_s) / REREAD_S * due), _MOST_REREAD)
+            if not due:
+                return
         self._read = len(workers)
         for number in range(self._next, self._next + due):
             self.load_changed(workers[number % len(workers)], now_s)

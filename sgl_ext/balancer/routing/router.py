@@ -46,6 +46,7 @@ class Router:
     """Places requests on workers. One a process; not thread-safe.
 
     worker_limit: how many requests may be in flight at a worker in any case.
+    lists_others: whether the attempt of a session that stays at its worker lists others, too.
     on_capacity: called whenever a worker may have more capacity.
     """
 
@@ -57,6 +58,7 @@ class Router:
     preemption_threshold: int = 10
     clock: Callable[[], float] = time.monotonic
     prefixes: Prefixes = field(default_factory=Prefixes)
+    lists_others: bool = False
 
     def __post_init__(self) -> None:
         self.attempts = Attempts(self.prefixes, self.clock)
@@ -121,7 +123,9 @@ class Router:
         home, view = self._find_home(request, candidates, held, now_s)
         has_capacity = partial(candidates.has_capacity, held=held)
         if home is not None and has_capacity(home):
-            views = self._views_beside(home, view, candidates, held, now_s)
+            views = [view]
+            if self.lists_others:
+                views = self._views_beside(home, view, candidates, held, now_s)
             return self._begin(routing, home, "home", held, views, candidates)
         known = None if request.home is None else self.workers.find(request.home)
         open_workers = self.fleet.compared(candidates, held, known, has_capacity, now_s)
@@ -324,8 +328,8 @@ class Router:
         held: HeldBySlot,
         now_s: float,
     ) -> list[WorkerView]:
-        """The worker of a session that stays, and for the request log some others: those that hold
-        most of the prompt first."""
+        """The worker of a session that stays, and some others: those that hold most of the prompt
+        first."""
         views = {home: view}
         holders = (self.workers.at_slot(slot) for slot, _ in held.holders())
         for worker in chain(holders, self.workers.all):

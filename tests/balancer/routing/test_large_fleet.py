@@ -228,6 +228,8 @@ def test_a_turn_that_stays_home_views_few_workers_and_lists_those_that_hold_most
         return view(worker, held_tokens, now_s)
 
     monkeypatch.setattr(setting.router.fleet, "view", noted)
+    assert len(setting.place(routing).considered) == 1
+    setting.router.lists_others = True
     second = setting.place(routing)
     assert (second.worker, second.placement.reason) == (first.worker, "home")
     assert viewed == {first.worker.id}
