@@ -205,7 +205,7 @@ def proxies(found: Figures) -> dict[str, Figures]:
 
 def size_of(key: str) -> str:
     """`200kb` as a person writes it."""
-    return key.replace("kb", " KB") if key.endswith("kb") else key.replace("b", " B")
+    return key.replace("kb", " KB").replace("mb", " MB")
 
 
 def _proxy_cost(found: Figures) -> Chart:

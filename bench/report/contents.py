@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
-from bench.report import balancer_tables, engine_tables
+from bench.report import balancer_tables, engine_tables, fleet_tables
 from bench.report.charts import Figures
 from bench.report.tables import Table
 
@@ -98,6 +98,30 @@ SECTIONS = (
         "engine.md",
     ),
     Section(
+        "agents_jobs",
+        "Whole jobs of agents",
+        "Agents with sub-agents run whole jobs on one engine, whose cache holds a third of what "
+        "those at work use. Nothing is marked. A job's time has the tools' in it.",
+        fleet_tables.agents_jobs,
+        "agents.md",
+    ),
+    Section(
+        "agents_ablation",
+        "Whole jobs of agents: what each part brings",
+        "The same jobs, with parts of what knows agents switched off, and from clients that mark "
+        "everything.",
+        fleet_tables.agents_jobs,
+        "agents.md",
+    ),
+    Section(
+        "held_agents",
+        "More agents than memory",
+        "Simulated engines of full size get more agents than fit into their memory. The balancer "
+        "holds some of them back, or none.",
+        fleet_tables.held_agents,
+        "agents.md",
+    ),
+    Section(
         "judges",
         "Load generators of other projects",
         "aiperf, guidellm and SGLang's bench_serving send the same work to each address: two "
@@ -175,6 +199,22 @@ SECTIONS = (
         balancer_tables.index,
         "index.md",
         "decision-time",
+    ),
+    Section(
+        "scale",
+        "Up to a thousand engines",
+        "The balancer's own router, index and sessions, in front of simulated engines in virtual "
+        "time. Each engine has the same work in a fleet of any size.",
+        fleet_tables.scale,
+        "fleet.md",
+    ),
+    Section(
+        "epp",
+        "What the endpoint picker adds behind Envoy",
+        "One Envoy, two workers that answer at once, and the picker on a core of its own; Envoy, "
+        "workers and load generator share another.",
+        fleet_tables.epp,
+        "gateways.md",
     ),
     Section(
         "tool_loop",

@@ -31,6 +31,30 @@ _LABELS = {
 PIN_LABELS = {"stock_priority": "SGLang, priority eviction"}
 # In bench/tiers, ours has arms with and without a host cache.
 TIER_LABELS = {"ours": f"{OURS}, no tiers", "ours_tiers": f"{OURS}, tiers"}
+AGENT_LABELS = {
+    "ours": f"{OURS}, agent-eviction expected",
+    "stock": "SGLang",
+    "session_radix": "SGLang, session radix cache",
+    "fixed_ttl": f"{OURS}, each prompt pinned for 300 s",
+    "off": f"{OURS}, agent-eviction off",
+    "ended": f"{OURS}, agent-eviction ended",
+    "pinned_off": "off, clients that mark everything",
+    "pinned_ours": "expected, clients that mark everything",
+}
+SCALE_LABELS = {
+    "ours": "one balancer",
+    "ours_16_alone": "16 balancers without a store",
+    "round_robin": "in turn",
+    "least_loaded": "least loaded",
+    "cache_aware": "sglang-router's cache_aware",
+    "lmetric": "LMetric",
+    **{f"ours_{n}_balancers": f"{n} balancers with a store" for n in (2, 4, 16)},
+}
+EPP_LABELS = {
+    "direct": "Envoy alone",
+    "picked": "picked",
+    "hidden": "picked, answers not shown",
+}
 
 
 def label(name: str, own: Mapping[str, str] = MappingProxyType({})) -> str:

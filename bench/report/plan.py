@@ -91,6 +91,11 @@ STEPS = (
     Planned("tiers", 0, 2400, has_engines=True),
     Planned("priority", 290, 1200, has_engines=True),
     Planned("speculative_prefill", 275, 1500, has_engines=True),
+    Planned("scale", 0, 2400),
+    Planned("held_agents", 0, 900),
+    Planned("epp", 0, 600),
+    Planned("agents_jobs", 0, 1800, has_engines=True),
+    Planned("agents_ablation", 0, 1800, "bench.agents_jobs", ("--ablation",), has_engines=True),
     Planned("judges", 0, 1800, has_engines=True, needs=(*_PEERS, "aiperf", "guidellm")),
 )
 QUICK_MINUTES = 45

@@ -1,0 +1,88 @@
+"""The tables about fleets, gateways and whole jobs of agents, read from the figures of one step."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+
+from bench.report.charts import Figures, size_of
+from bench.report.labels import AGENT_LABELS, EPP_LABELS, SCALE_LABELS
+from bench.report.tables import Table, arms_table, look, named_table
+
+_OF_FLEET = {
+    "calls": ("requests",),
+    "share of the ideal": ("share_of_ideal",),
+    "TTFT p50, ms": ("ttft_p50_ms",),
+    "TTFT p99, ms": ("ttft_p99_ms",),
+    "load, most / mean": ("load_max_over_mean",),
+    "decision, us": ("decision_us",),
+    "events a second": ("events_per_s",),
+}
+
+
+def scale(found: Figures) -> Iterator[Table]:
+    sizes: Figures = look(found, "sizes") or {}
+    yield arms_table(sizes, _OF_FLEET, "engines")
+    for size, ours in sizes.items():
+        if arms := look(ours, "arms"):
+            head = f"{size} engines"
+            yield arms_table({"ours": ours, **arms}, _OF_FLEET, head, SCALE_LABELS)
+    yield named_table(
+        found,
+        {
+            "TTFT p99, most engines / fewest": ("ttft_p99_1000_over_4",),
+            "TTFT p99, 16 balancers / one": ("balancers_16_over_1",),
+            "segments in the index of the next lines": ("decisions", "segments"),
+            "a decision for a known session, us": ("decisions", "known_us"),
+            "for a new session, us": ("decisions", "new_us"),
+        },
+    )
+
+
+def epp(found: Figures) -> Iterator[Table]:
+    for size, arms in found.items():
+        if isinstance(arms, Mapping) and "direct" in arms:
+            yield arms_table(
+                arms,
+                {
+                    "p50, ms": ("p50_ms",),
+                    "p99, ms": ("p99_ms",),
+                    "added at p50, ms": ("added_p50_ms",),
+                    "requests a second": ("rps",),
+                    "streamed": ("streamed_rps",),
+                    "CPU of the picker, us": ("picker_cpu_us",),
+                },
+                f"body of {size_of(size)}",
+                EPP_LABELS,
+            )
+
+
+def agents_jobs(found: Figures) -> Iterator[Table]:
+    yield arms_table(
+        look(found, "arms"),
+        {
+            "job p50, s": ("job_p50_s",),
+            "job p99, s": ("job_p99_s",),
+            "cached share": ("cached_share",),
+            "jobs a minute": ("throughput_jobs_per_min",),
+        },
+        labels=AGENT_LABELS,
+    )
+    ratios = {
+        f"job p50, sgl-ext / {AGENT_LABELS.get(name, name)}, by round": ("by_round", name)
+        for name in look(found, "by_round") or {}
+    }
+    others = {"agents / cache": ("working_set_over_pool",), "jobs that starved": ("starved",)}
+    yield named_table(found, {**ratios, **others})
+
+
+def held_agents(found: Figures) -> Iterator[Table]:
+    yield arms_table(
+        look(found, "memory"),
+        {
+            "mean session, held back / free": ("session_mean_s_vs_free",),
+            "sessions an hour": ("sessions_per_hour_vs_free",),
+            "TTFT p50": ("ttft_p50_ms_vs_free",),
+            "TTFT p99": ("ttft_p99_ms_vs_free",),
+        },
+        "memory, of what all agents use",
+    )
