@@ -16,7 +16,7 @@ The tables are bounded: of too many agents, the tenant that has most loses the o
 silent for longest.
 """
 
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Mapping
 from math import inf
 from types import MappingProxyType
@@ -173,6 +173,11 @@ class Programs:
         stays = usual * absence.share
         chance = stays / (stays + 1 - usual)
         return Outlook(chance, absence.soon_s, absence.late_s, chance < ENDED_BELOW)
+
+    def doing(self) -> Counter[Doing]:
+        """How many agents do each thing."""
+        agents = (one for tenant in self._tenants.values() for one in tenant.agents.values())
+        return Counter(one.doing for one in agents)
 
     def agent(self, name: str) -> Agent | None:
         """An agent, to be read."""

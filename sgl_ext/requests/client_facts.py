@@ -26,6 +26,7 @@ CLAUDE_CODE, CODEX, OPENCODE, QWEN_CODE = "claude-code", "codex", "opencode", "q
 SDK, UNKNOWN = "sdk", "unknown"
 HARNESSES = (CLAUDE_CODE, CODEX, OPENCODE, QWEN_CODE, SDK, UNKNOWN)
 MAIN, SUBAGENT, COMPACTION = "main", "subagent", "compaction"
+OF_SUBAGENTS = (SUBAGENT, "workflow")
 REQUEST_CLASSES = (MAIN, SUBAGENT, "workflow", COMPACTION, "auxiliary", "side_reply")
 MOST_DURATIONS = 32
 _MOST_DURATION_BYTES, _MOST_METADATA_BYTES = 4096, 8192
@@ -176,7 +177,7 @@ def read_headers(headers: Mapping[bytes, bytes]) -> ClientFacts:
     if request_class and request_class not in REQUEST_CLASSES:  # of a newer Claude Code
         ignored.append("x-claude-code-request-class")
         request_class = ""
-    is_subagent = request_class in (SUBAGENT, "workflow") or bool(found.get("agent_id"))
+    is_subagent = request_class in OF_SUBAGENTS or bool(found.get("agent_id"))
     return ClientFacts(
         harness,
         request_class=request_class or (SUBAGENT if is_subagent else ""),

@@ -30,6 +30,9 @@ def load(number: int) -> dict[str, int]:
         "pinned_tokens": 21_000 + 2500 * (number % 5),
         "capacity_tokens": CAPACITY,
         "max_running": 64,
+        "agents_computing": 2 + number % 3,
+        "agents_calling": 9,
+        "agents_ended": 4,
     }
 
 
@@ -150,6 +153,20 @@ class FakeNode:
                 path = "/v1/chat/completions"
                 async with client.post(path, json=body, headers=headers) as answer:
                     assert answer.status == 200, await answer.text()
+
+    async def ask_as_claude_code(self, session: str, agent: str) -> None:
+        """A request of a session's lead, or of its sub-agent of this id."""
+        headers = {"user-agent": "claude-cli/2.1.0 (external, cli)", "anthropic-version": "1"}
+        headers |= {"x-claude-code-session-id": session}
+        headers |= {"x-claude-code-agent-id": agent} if agent else {}
+        messages = [{"role": "user", "content": f"Task of {agent}"}]
+        usage = {"input_tokens": 100, "cache_read_input_tokens": 900, "output_tokens": 20}
+        body = {"model": "m", "max_tokens": 20, "messages": messages, "usage": usage}
+        async with (
+            ClientSession(self.url) as client,
+            client.post("/v1/messages", json=body, headers=headers) as answer,
+        ):
+            assert answer.status == 200, await answer.text()
 
 
 @asynccontextmanager

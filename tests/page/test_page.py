@@ -47,6 +47,8 @@ async def test_a_busy_node(window: OpenWindow) -> None:
     async with fake_node(*engines, FakeEngine(64, is_ready=False), diagnose=True) as node:
         node.remember()
         await node.answer(300)
+        for agent in ("", "helper"):
+            await node.ask_as_claude_code("team", agent)
         async with window(node.url) as opened:
             page = opened.page
             await expect(page.locator("#connection")).to_have_text("Live")
@@ -62,9 +64,9 @@ async def test_a_busy_node(window: OpenWindow) -> None:
             )
             assert await memory.locator(".pinned").evaluate("it => it.offsetWidth") > 0
             await expect(table(page, "Sessions").locator("tbody tr")).to_have_count(200)
-            await expect(page.get_by_text("100 more are not shown.")).to_be_visible()
+            await expect(page.get_by_text("102 more are not shown.")).to_be_visible()
             await expect(table(page, "Pins").locator("tbody tr")).to_have_count(64)
-            await expect(table(page, "Tenants").locator("tbody tr")).to_have_count(3)
+            await expect(table(page, "Tenants").locator("tbody tr")).to_have_count(4)
             charts = page.locator("#charts svg")
             await expect(charts).to_have_count(4)
             for number in range(4):
@@ -76,6 +78,10 @@ async def test_a_busy_node(window: OpenWindow) -> None:
             assert label.startswith("Hit rate. Hit rate: ")
             await charts.first.hover()
             await expect(page.locator(".reading").first).to_contain_text("%")
+            programs = table(page, "Programs").locator("tbody tr")
+            await expect(programs).to_have_count(1)
+            await expect(programs).to_contain_text("claude-code")
+            await expect(row).to_contain_text("2 compute, 9 run tools")
             assert not opened.faults
 
 

@@ -17,6 +17,7 @@ import orjson
 
 from sgl_ext.balancer.relay.services import Services
 from sgl_ext.balancer.reporting.activity import merged
+from sgl_ext.balancer.reporting.programs import SHOWN_PROGRAMS, programs_of
 from sgl_ext.balancer.routing.worker import Worker
 from sgl_ext.doctor.report import add_advice
 from sgl_ext.version import versions
@@ -25,6 +26,7 @@ SHOWN_PINS = 200
 SHOWN_TENANTS = 100
 SHOWN_DIVERGENCES = 50
 SHOWN_PRIORITIES = 32
+_AGENTS = "agents_"
 
 
 def part(services: Services, now_s: float) -> dict[str, Any]:
@@ -54,6 +56,7 @@ def document(
     pins = _pins(services.workers.all, asyncio.get_running_loop().time())
     tenants, tenant_count = _tenants(services, activity["tenants"])
     divergences = _divergences(services.divergences())
+    programs = programs_of(activity["sessions"])
     workers, started = services.workers, {each.get("url"): each for each in children}
     return {
         "version": versions()._asdict(),
@@ -72,11 +75,13 @@ def document(
         "queue": _queue(parts),
         "recent": activity["history"].pop("recent"),
         "history": activity["history"],
+        "programs": programs[:SHOWN_PROGRAMS],
         "sessions": activity["sessions"],
         "pins": pins[:SHOWN_PINS],
         "divergences": None if divergences is None else divergences[:SHOWN_DIVERGENCES],
         "tenants": tenants,
         "counts": {
+            "programs": len(programs),
             "sessions": activity["session_count"],
             "pins": len(pins),
             "divergences": None if divergences is None else len(divergences),
@@ -109,7 +114,18 @@ def _engine(worker: Worker, child: Mapping[str, Any], hit_rate: float | None) ->
         "in_flight": _in_flight(worker),
         "kv": kv if total else None,
         "hit_rate": hit_rate,
+        "agents": _agents(report),
     }
+
+
+def _agents(report: Mapping[str, Any]) -> dict[str, int] | None:
+    """How many agents do each thing; None if the engine does not learn it."""
+    found = {
+        name.removeprefix(_AGENTS): count
+        for name, count in report.items()
+        if name.startswith(_AGENTS)
+    }
+    return found or None
 
 
 def _note(worker: Worker) -> str:

@@ -144,8 +144,25 @@ export class View {
         { head: "State", kind: "state", show: stateCell },
         { head: "Running", kind: "number", show: runningCell },
         { head: "Waiting", kind: "number extra", text: ({ waiting }) => count(waiting) },
+        { head: "Agents", kind: "text extra", text: agentsText },
         { head: "KV memory", kind: "meter", show: memoryCell },
         { head: "Hit rate", kind: "meter share", show: (cell, { hit_rate: share }) => shareCell(cell, share) },
+      ],
+    });
+    this.programs = new Table(byId("programs"), {
+      label: "programs-title", key: ({ tenant, session }) => `${tenant}\n${session}`,
+      empty: "No coding agent that names its session sent a request in the last hour.",
+      columns: [
+        { head: "Program", isHead: true, show: (cell, { session }) => shortId(cell, session) },
+        { head: "Tenant", kind: "name extra", show: name(({ tenant }) => tenant) },
+        { head: "Harness", kind: "name", show: name(({ harness }) => harness) },
+        { head: "Agents", kind: "number", text: ({ agents }) => count(agents) },
+        { head: "Sub-agents", kind: "number extra", text: ({ subagents }) => count(subagents) },
+        { head: "Turns", kind: "number", text: ({ turns }) => count(turns) },
+        { head: "Prompts", kind: "number extra", text: ({ prompt_tokens: tokens }) => compact(tokens) },
+        { head: "Engines", kind: "number extra", text: ({ engines }) => count(engines) },
+        { head: "Cached", kind: "meter share", show: (cell, { cached_share: share }) => shareCell(cell, share) },
+        { head: "Last", kind: "number extra", text: ({ last_s: last }) => ago(this.now_s - last) },
       ],
     });
     this.sessions = new Table(byId("sessions"), {
@@ -232,6 +249,7 @@ export class View {
     setText(byId("now-uptime"), `ready; up ${span(node.now_s - node.started_s)}`);
     for (const chart of charts) chart.show(history);
     this.engines.show(state.engines, state.engines.length);
+    this.programs.show(state.programs, counts.programs);
     this.sessions.show(state.sessions, counts.sessions);
     this.pins.show(state.pins, counts.pins);
     const found = state.divergences;
@@ -272,6 +290,12 @@ function changeCell(cell, { kind, means, advice, versions }) {
   const sent = versions?.length ? ` (version ${versions.join(", ")})` : "";
   setText(cell.children[0], (means ?? kind) + sent);
   setText(cell.children[1], advice ? `Do: ${advice}.` : "");
+}
+
+function agentsText({ agents }) {
+  if (!agents) return UNKNOWN;
+  const told = [["computing", "compute"], ["calling", "run tools"], ["open", "answered"], ["talking", "wait for people"]];
+  return told.filter(([doing]) => agents[doing]).map(([doing, words]) => `${count(agents[doing])} ${words}`).join(", ") || "none";
 }
 
 function limitsText(limits) {

@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from radix.pin import Pin
 from scheduler.eviction_priority import EVICT_FIRST, EvictionPriority
+from scheduler.programs.agent import Doing
 from scheduler.programs.compaction import head_of
 from scheduler.programs.eviction import Held, Policy, first_to_go, is_wanted, worth
 from scheduler.programs.programs import LIMIT, Change, Outlook, Programs, Request
@@ -131,6 +132,13 @@ class Agents:
     def outlook(self, name: str) -> Outlook | None:
         """What is expected of an agent, by the digest of its conversation."""
         return self.programs.outlook(name, self._cache.pins.now_s)
+
+    def counts(self) -> dict[str, int]:
+        """How many agents do each thing, for the load; empty while nothing is learned."""
+        if self.policy == "off":
+            return {}
+        found = self.programs.doing()
+        return {f"agents_{doing}": found[doing] for doing in Doing}
 
     def is_wanted(self, pin: Pin) -> bool:
         """Whether a pin is likely to be read again. Pins of several agents are. It may be known for

@@ -56,6 +56,14 @@ class Story:
         return agent.doing
 
 
+def test_how_many_do_what_is_counted() -> None:
+    story = Story()
+    story.turn("lead", *TASK)
+    story.asks("first")
+    story.turn("second")
+    assert story.programs.doing() == {Doing.CALLING: 1, Doing.COMPUTING: 1, Doing.TALKING: 1}
+
+
 def test_calls_will_be_followed_by_a_request_and_a_text_may_be() -> None:
     story = Story()
     story.turn("calls", *TOOL)
