@@ -9,8 +9,8 @@ A run that was interrupted goes on where it ended, unless the code, the machine 
 another. `--only` measures these steps again and keeps the others. The exit status is 1 if a step
 failed or did not run.
 
-Pins in host memory and load generators of other projects are left to `--full`.
-`--only tiers judges` adds them in quick form, in a quarter of an hour.
+What takes longer is left to `--full` and `--only`: pins in host memory, whole jobs of agents,
+fleets, gateways, and load generators of other projects.
 """
 
 from __future__ import annotations

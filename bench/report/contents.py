@@ -168,6 +168,15 @@ SECTIONS = (
         "routers-one-harness",
     ),
     Section(
+        "unequal_engines",
+        "Routers: engines of unequal speed",
+        "Four simulated engines, of which one has half and one a quarter of the others' speed, in "
+        "virtual time, with two seeds for each trace. Our router runs with and without learning "
+        "how fast they are. No request has a session header; sticky knows the sessions by heart.",
+        fleet_tables.unequal_engines,
+        "routing.md",
+    ),
+    Section(
         "misroute",
         "Requests routed for a prefix that is gone",
         "Real engines with small caches evict, are flushed, are killed and return, under load.",

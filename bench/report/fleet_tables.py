@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 
 from bench.report.charts import Figures, size_of
-from bench.report.labels import AGENT_LABELS, EPP_LABELS, SCALE_LABELS
+from bench.report.labels import AGENT_LABELS, EPP_LABELS, SCALE_LABELS, SPEED_LABELS, label
 from bench.report.tables import Table, arms_table, look, named_table
 
 _OF_FLEET = {
@@ -17,6 +17,24 @@ _OF_FLEET = {
     "decision, us": ("decision_us",),
     "events a second": ("events_per_s",),
 }
+
+
+def unequal_engines(found: Figures) -> Iterator[Table]:
+    columns = {
+        "TTFT p50, ms": ("ttft_p50_ms",),
+        "p95": ("ttft_p95_ms",),
+        "p99": ("ttft_p99_ms",),
+        "call, mean, ms": ("total_mean_ms",),
+        "call, p99": ("total_p99_ms",),
+        "cached": ("cached_ratio",),
+    }
+    for trace, one in found.items():
+        if isinstance(one, Mapping) and (arms := look(one, "unequal")):
+            ours = {name: arm for name, arm in arms.items() if name != "gain"}
+            yield arms_table(ours, columns, label(trace), SPEED_LABELS)
+            head = f"{label(trace)}: without learning / with"
+            gains = {"unequal speeds": arms["gain"], "equal speeds": look(one, "equal", "gain")}
+            yield arms_table(gains, columns, head)
 
 
 def scale(found: Figures) -> Iterator[Table]:

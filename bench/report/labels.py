@@ -41,6 +41,14 @@ AGENT_LABELS = {
     "pinned_off": "off, clients that mark everything",
     "pinned_ours": "expected, clients that mark everything",
 }
+SPEED_LABELS = {
+    "ours_without_learning": f"{OURS}, no learning",
+    "least_loaded": "least loaded",
+    "round_robin": "in turn",
+    "cache_aware": "sglang-router's cache_aware",
+    "lmetric": "LMetric",
+    "dynamo_agentic": "Dynamo's agentic preset",
+}
 SCALE_LABELS = {
     "ours": "one balancer",
     "ours_16_alone": "16 balancers without a store",

@@ -26,9 +26,10 @@ _INTRODUCTION = f"""\
 # Benchmarks
 
 `make report` measures what is on this page, draws the plots and writes the page. \
-`make report REPORT='--only tiers judges agents_jobs agents_ablation held_agents scale epp'` adds \
-pins in host memory, load generators of other projects, whole jobs of agents, large fleets and the \
-endpoint picker. Engines are real SGLang processes with \
+The steps of `make report REPORT='--only tiers judges agents_jobs agents_ablation held_agents \
+unequal_engines scale epp'` are not among the 45 minutes: pins in host memory, load generators of \
+other projects, whole jobs of agents, engines of unequal speed, large fleets and the endpoint \
+picker. Engines are real SGLang processes with \
 small local models on the CPU, unless a section says otherwise, so that absolute times are not \
 those of a GPU. Each comparison is of arms that ran on the same machine in the same run.
 """

@@ -91,6 +91,7 @@ STEPS = (
     Planned("tiers", 0, 2400, has_engines=True),
     Planned("priority", 290, 1200, has_engines=True),
     Planned("speculative_prefill", 275, 1500, has_engines=True),
+    Planned("unequal_engines", 0, 900, "bench.routing", ("--speeds", "1,1,0.5,0.25")),
     Planned("scale", 0, 2400),
     Planned("held_agents", 0, 900),
     Planned("epp", 0, 600),
