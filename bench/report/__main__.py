@@ -6,8 +6,8 @@ runs the benches in quick form: about 45 minutes on two cores that have nothing 
 It writes docs/benchmarks.json, docs/benchmarks.md, the plots in docs/images and the README's table.
 
 A run that was interrupted goes on where it ended, unless the code, the machine or the size is
-another. `--only` measures these steps again and keeps the others. The exit status is 1 if a step
-failed or did not run.
+another. `--only` measures these steps alone. Steps that did not run stay on the page as they are.
+The exit status is 1 if a step failed or did not run.
 
 What takes longer is left to `--full` and `--only`: pins in host memory, whole jobs of agents,
 fleets, gateways, and load generators of other projects.
@@ -31,7 +31,7 @@ from bench.report import machine
 from bench.report.charts import charts
 from bench.report.page import figures_of, page, with_readme_part
 from bench.report.peers import peer_versions
-from bench.report.plan import INSTALLERS, NAMES, Planned, chosen
+from bench.report.plan import GPU, INSTALLERS, NAMES, Planned, chosen
 from bench.report.plots import draw
 from bench.report.saved import Saved
 from bench.report.steps import Result, run_step
@@ -71,8 +71,9 @@ def main() -> int:
         console.print("Interrupted. The same command goes on from here.")
         return 130
     saved.end()
-    (ROOT / JSON).write_text(json.dumps(saved.document(), indent=1) + "\n")
-    write_pages(saved.document(), ROOT)
+    document = with_other_steps(saved.document(), committed(ROOT))
+    (ROOT / JSON).write_text(json.dumps(document, indent=1) + "\n")
+    write_pages(document, ROOT)
     console.print(f"Written: {PAGE}")
     bad = [result.name for result in results if result.status in ("failed", "not run")]
     if bad:
@@ -118,6 +119,18 @@ def committed(root: Path) -> dict[str, Any]:
     """The document that docs/ has; an empty one if there is none."""
     path = root / JSON
     return dict(json.loads(path.read_text())) if path.exists() else {}
+
+
+def with_other_steps(document: dict[str, Any], before: dict[str, Any]) -> dict[str, Any]:
+    """A run's document with the steps that only an earlier one of the same size has. Each of them
+    says at which commit and on which machine it was measured."""
+    if before.get("size") != document["size"]:
+        return document
+    order = (*NAMES, GPU.name)
+    steps = {step["name"]: step for step in (*before["steps"], *document["steps"])}
+    ordered = sorted(steps.values(), key=lambda step: order.index(step["name"]))
+    peers = {**before["peers"], **document["peers"]}
+    return {**document, "peers": peers, "steps": ordered}
 
 
 def write_pages(report: dict[str, Any], root: Path) -> None:

@@ -15,7 +15,7 @@ from sgl_ext_cpu.node import ROOT
 from bench.lib.script import NOT_VALID
 from bench.lib.spread import ratio_spread, spread
 from bench.report import __main__ as report_module
-from bench.report.__main__ import IMAGES, PAGE, README, committed, measure
+from bench.report.__main__ import IMAGES, PAGE, README, committed, measure, with_other_steps
 from bench.report.charts import charts
 from bench.report.contents import SECTIONS
 from bench.report.page import MADE, anchor, figures_of, page, with_readme_part
@@ -150,6 +150,19 @@ def test_the_readme_has_plots_and_figures_of_the_same_document() -> None:
     assert "docs/images/benchmarks-ttft-by-length-light.svg" in text
     assert "| not run | not run |" in text
     assert with_readme_part(text, report()) == with_readme_part(readme, report())
+
+
+def test_steps_that_did_not_run_stay_on_the_page() -> None:
+    def said(document: dict[str, Any]) -> list[tuple[str, str]]:
+        return [(one["name"], one["status"]) for one in document["steps"]]
+
+    before = {**report(step("gpu", {}), step("fanout", {}), step("index", {})), "size": "quick"}
+    before["peers"] = {"smg": "1"}
+    run = {**report({**step("index", {}), "status": "failed"}), "size": "quick", "peers": {}}
+    found = with_other_steps(run, before)
+    assert said(found) == [("index", "failed"), ("fanout", "ok"), ("gpu", "ok")]
+    assert found["peers"] == {"smg": "1"}
+    assert said(with_other_steps({**run, "size": "full"}, before)) == [("index", "failed")]
 
 
 def test_the_committed_pages_are_those_of_the_committed_figures() -> None:
