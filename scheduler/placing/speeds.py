@@ -17,7 +17,7 @@ that are old. A fifth of all samples may be absurd without another result.
       |     .  .                          x2 ---------- x5
       +------------------------ units     x3 ---------- x6
 
-What the slopes' own spread may explain is no difference (twice the standard error of the median).
+What the slopes' own spread may explain is no difference (three standard errors of the median).
 It grows as samples grow old, so weights begin at 1 and return to it: a worker that was slow for a
 while, and therefore gets few requests, is tried again. Weights are powers of the square root of 2
 within bounds, and change only when what was learned is clearly nearer to another one: equal workers
@@ -37,8 +37,8 @@ SPAN_S = 300.0
 """A sample's weight falls by a factor of e in this time."""
 LEAST_PAIRS, LEAST_FRESH = 6, 3.0
 """Fewer pairs say nothing, and neither do pairs that have lost more of their weight."""
-DOUBT = 2.0
-"""So many standard errors are taken off what was learned: on a busy machine, a few answers make
+DOUBT = 3.0
+"""What is within so many standard errors is no difference: on a busy machine, a few answers make
 equal workers look different."""
 LEAST_PREFILL, LEAST_DECODE = 128, 16
 """Shorter work says little about speed."""
@@ -227,7 +227,7 @@ class Speeds:
         for worker, (slope, error) in known.items():
             apart = 2 * math.log2(slope / usual)
             doubt = DOUBT * 2 / math.log(2) * math.hypot(error, usual_error)
-            learned = math.copysign(max(abs(apart) - doubt, 0.0), apart)
+            learned = apart if abs(apart) > doubt else 0.0
             learned = min(max(learned, 2 * math.log2(LEAST)), 2 * math.log2(MOST))
             step = self._steps.get(worker, _EVEN_STEPS)[kind]
             weights[worker] = round(learned) if abs(learned - step) > _CLEAR else step
