@@ -68,8 +68,8 @@ class Attempt(msgspec.Struct, eq=False):
 
     decoder: the decode engine that answers, if `worker` is a prefill engine.
     considered: workers that it could have gone to, as they were: all, or of many those that were
-        compared. For a session that stays on its worker, that one, and if the router lists others
-        those that hold most.
+        compared. For a session that stays on its worker that one and those that hold most; in a
+        large fleet that one alone, unless the router lists others.
     held_at: the tokens that another worker, by its id, was expected to hold of the prompt; None if
         it could not have gone there.
     predicted_tokens: prompt tokens that the worker held in any tier when the attempt began.

@@ -46,7 +46,8 @@ class Router:
     """Places requests on workers. One a process; not thread-safe.
 
     worker_limit: how many requests may be in flight at a worker in any case.
-    lists_others: whether the attempt of a session that stays at its worker lists others, too.
+    lists_others: whether in a large fleet, too, the attempt of a session that stays at its worker
+        lists others.
     on_capacity: called whenever a worker may have more capacity.
     """
 
@@ -124,7 +125,7 @@ class Router:
         has_capacity = partial(candidates.has_capacity, held=held)
         if home is not None and has_capacity(home):
             views = [view]
-            if self.lists_others:
+            if self.lists_others or not self.fleet.is_large:
                 views = self._views_beside(home, view, candidates, held, now_s)
             return self._begin(routing, home, "home", held, views, candidates)
         known = None if request.home is None else self.workers.find(request.home)

@@ -266,7 +266,7 @@ def test_of_equals_the_one_whose_prompt_is_cached_is_served_first(slots: Serving
     with Answers(slots) as answers, slots.held(SLOTS, priority=0) as held:
         answers.queue("computed", 0, f"{other} {text(5)}")
         answers.queue("cached", 0, f"{cached} {text(5)}")
-        answers.queue("long", 0, f"{other} {text(100)}")
+        answers.queue("long", 0, f"{other} {text(100)}", 100)
         slots.abort(held[0])
         until(lambda: len(answers.order) == 3)
     assert answers.order == ["cached", "computed", "long"]
