@@ -91,6 +91,8 @@ class Redis(Server):
             "bind": "127.0.0.1",
             "requirepass": PASSWORD,
             "appendonly": "yes",
+            # The usual once a second may lose two seconds where the disk is slow.
+            "appendfsync": "always",
             "save": "",
             "dir": self.folder,
             "daemonize": "no",
