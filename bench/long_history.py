@@ -13,8 +13,8 @@ the answer has ended, and the memory of each process, at its peak and after. `al
 without engines, in CPU time, with the memory that each needs. `loop_pause_ms` is the longest pause
 of the balancer's event loop while the first body of a size passes.
 
-No stage of ours may grow faster than n^1.5 between two sizes, which is halfway to quadratic.
-`tokenize cold` is the tokenizers library's: its growth is reported, and not judged.
+No stage of ours may grow faster than n^1.3 between two sizes. `tokenize cold` is the tokenizers
+library's: its growth is reported, and not judged.
 """
 
 from __future__ import annotations

@@ -101,15 +101,14 @@ SECTIONS = (
         "agents_jobs",
         "Whole jobs of agents",
         "Agents with sub-agents run whole jobs on one engine, whose cache holds a third of what "
-        "those at work use. Nothing is marked. A job's time has the tools' in it.",
+        "those at work use. Nothing is marked. A job's time includes that of its tools.",
         fleet_tables.agents_jobs,
         "agents.md",
     ),
     Section(
         "agents_ablation",
         "Whole jobs of agents: what each part brings",
-        "The same jobs, with parts of what knows agents switched off, and from clients that mark "
-        "everything.",
+        "The same jobs with each value of `agent-eviction`, and from clients that mark everything.",
         fleet_tables.agents_jobs,
         "agents.md",
     ),
@@ -170,9 +169,10 @@ SECTIONS = (
     Section(
         "unequal_engines",
         "Routers: engines of unequal speed",
-        "Four simulated engines, of which one has half and one a quarter of the others' speed, in "
-        "virtual time, with two seeds for each trace. Our router runs with and without learning "
-        "how fast they are. No request has a session header; sticky knows the sessions by heart.",
+        "Four simulated engines in virtual time: two are equally fast, one has half and one a "
+        "quarter of their speed. Each trace has two seeds. Our router runs with and without "
+        "learning how fast they are. No request has a session header; sticky knows the sessions by "
+        "heart.",
         fleet_tables.unequal_engines,
         "routing.md",
     ),

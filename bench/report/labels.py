@@ -41,21 +41,19 @@ AGENT_LABELS = {
     "pinned_off": "off, clients that mark everything",
     "pinned_ours": "expected, clients that mark everything",
 }
-SPEED_LABELS = {
-    "ours_without_learning": f"{OURS}, no learning",
+# Simulated policies; behind the same names, other benches have routers that run.
+_POLICY_LABELS = {
     "least_loaded": "least loaded",
     "round_robin": "in turn",
     "cache_aware": "sglang-router's cache_aware",
     "lmetric": "LMetric",
     "dynamo_agentic": "Dynamo's agentic preset",
 }
+SPEED_LABELS = {**_POLICY_LABELS, "ours_without_learning": f"{OURS}, no learning"}
 SCALE_LABELS = {
     "ours": "one balancer",
     "ours_16_alone": "16 balancers without a store",
-    "round_robin": "in turn",
-    "least_loaded": "least loaded",
-    "cache_aware": "sglang-router's cache_aware",
-    "lmetric": "LMetric",
+    **_POLICY_LABELS,
     **{f"ours_{n}_balancers": f"{n} balancers with a store" for n in (2, 4, 16)},
 }
 EPP_LABELS = {

@@ -17,11 +17,11 @@ that are old. A fifth of all samples may be absurd without another result.
       |     .  .                          x2 ---------- x5
       +------------------------ units     x3 ---------- x6
 
-What the slopes' own spread may explain is no difference (three standard errors of the median).
-It grows as samples grow old, so weights begin at 1 and return to it: a worker that was slow for a
-while, and therefore gets few requests, is tried again. Weights are powers of the square root of 2
-within bounds, and change only when what was learned is clearly nearer to another one: equal workers
-keep the weight 1, and balancers that learn from different requests agree.
+A difference within three standard errors of the medians counts as none. The errors grow as samples
+grow old, so weights begin at 1 and return to it: a worker that was slow for a while, and therefore
+gets few requests, is tried again. Weights are powers of the square root of 2 within bounds, and
+change only when what was learned is clearly nearer to another one: equal workers keep the weight 1,
+and balancers that learn from different requests agree.
 """
 
 import math

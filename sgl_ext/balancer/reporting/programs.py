@@ -10,7 +10,9 @@ SHOWN_PROGRAMS = 100
 
 def programs_of(sessions: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
     """The programs of a state document's sessions, the one with the latest request first. A session
-    whose client names none is left out, and so is a single one of no harness that is known."""
+    whose client names none is left out, and so is a single one of no harness that is known.
+    `cached_share` is the mean of the agents' shares, weighted by the tokens of their last prompts.
+    """
     found: dict[tuple[str, str], list[Mapping[str, Any]]] = {}
     for session in sessions:
         if name := session["harness_session"]:

@@ -193,15 +193,17 @@ class Fleet:
 
     def _reread(self, now_s: float) -> None:
         workers = self._workers.all
-        due = len(workers)
+        due, each_s, passed_s = len(workers), REREAD_S / len(workers), now_s - self._reread_s
         if due == self._read:
-            due = min(int((now_s - self._reread_s) / REREAD_S * due), _MOST_REREAD)
+            due = min(int(passed_s / each_s), _MOST_REREAD)
             if not due:
                 return
         self._read = len(workers)
         for number in range(self._next, self._next + due):
             self.load_changed(workers[number % len(workers)], now_s)
-        self._next, self._reread_s = (self._next + due) % len(workers), now_s
+        self._next = (self._next + due) % len(workers)
+        # What is left of a worker's turn counts for the next decision.
+        self._reread_s = now_s - min(max(passed_s - due * each_s, 0.0), each_s)
 
     def _groups(self, held: HeldBySlot) -> list[int]:
         """Bitmasks of the workers that hold the same, on any tier, the most first."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from itertools import pairwise
+from math import ceil
 
 import pytest
 from hypothesis import given, settings
@@ -206,6 +207,20 @@ def test_a_load_that_nobody_reports_is_read_again_after_some_decisions() -> None
     setting.workers.add("http://new", 5.0)
     setting.place(turn(50, 2, is_named=False, priority=0))
     assert len(setting.router.fleet._shortlist) == 101
+
+
+@pytest.mark.parametrize("turns", [0.3, 1.9, 16])
+def test_all_workers_are_read_again_within_a_second_however_many_decisions_it_has(
+    turns: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fleet, read = Setting([f"http://w{number}" for number in range(100)]).router.fleet, list[str]()
+    monkeypatch.setattr(fleet, "load_changed", lambda worker, _: read.append(worker.id))
+    fleet._reread(10.0)
+    read.clear()
+    for number in range(1, ceil(100 / turns) + 1):
+        fleet._reread(10.0 + number * turns * REREAD_S / 100)
+    assert len({*read}) == 100
+    assert len(read) <= 101 + turns
 
 
 def test_a_turn_that_stays_home_views_few_workers_and_lists_those_that_hold_most(

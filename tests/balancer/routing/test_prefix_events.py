@@ -6,7 +6,7 @@ from typing import Any
 
 import orjson
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from radix.in_flight_prefixes import InFlightPrefixes
@@ -208,7 +208,6 @@ junk = st.binary(max_size=20) | st.recursive(
 ).map(orjson.dumps)
 
 
-@settings(max_examples=40)
 @given(st.lists(events.map(orjson.dumps) | junk, max_size=30))
 def test_no_events_break_the_index(lines: list[bytes]) -> None:
     mirrored = Mirrored()
