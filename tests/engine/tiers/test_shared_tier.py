@@ -146,15 +146,11 @@ def test_weights_that_change_while_it_serves_end_the_tier(
 def test_what_is_shared_is_announced_with_its_share(start: Start, folder: Path) -> None:
     with start(folder, 64 * MIB) as serving:
         watch = Watch(serving.engine)
-        for _ in range(4):
-            chat = {"role": "user", "content": text(1200)}
-            request = {"model": "tiny", "max_tokens": 2, "messages": [chat]}
-            known = len(shared_of(watch))
-            serving.engine.post("/v1/chat/completions", request)
-            until(lambda known=known: len(shared_of(watch)) > known)  # type: ignore[misc]
-            serving.flush()
-            serving.engine.post("/v1/chat/completions", request)
-        until(lambda: len({*shares_of(watch)}) > 1)
+        chat = {"role": "user", "content": text(1200)}
+        request = {"model": "tiny", "max_tokens": 2, "messages": [chat]}
+        serving.engine.post("/v1/chat/completions", request)
+        until(lambda: bool(shared_of(watch)))
+        assert shares_of(watch), "and again when what was measured differs: test_load_lines.py"
         assert all(0 < share <= 1 for share in shares_of(watch))
         assert [line for line in watch.lines if "machine" in line]
         assert not [line for line in watch.lines if "shared_removed" in line]
