@@ -1,6 +1,6 @@
 """How long do whole jobs of coding agents take when the cache holds a third of their working set?
 
-    python -m bench.agents_jobs [--quick] [--ablation | --admission]
+    python -m bench.agents_jobs [--quick] [--ablation]
 
 A job is a lead, the tools that it calls, the sub-agents that it sends out and waits for, and the
 person who thinks between two prompts (`bench.agents.jobs`: the published shape, scaled down).
@@ -11,8 +11,14 @@ took. Arms, each on a real engine:
     stock           SGLang without the plugin
     session_radix   SGLang with `--enable-session-radix-cache`: requests name their agent, which
                     is closed at its end
-    fixed_ttl       ours, where each prompt is pinned for 300 s and agents decide nothing
-    ours            ours with `--agent-eviction expected`, and nothing pinned
+    fixed_ttl       ours, where each prompt is pinned for 300 s and no request is held back
+    ours            ours as it is by default, and nothing pinned
+
+Ours has a balancer in front of its engine, and the others have none.
+
+What decides is how much is computed again. So a shape must ask for much more prefill than decoding,
+as it is where many requests are decoded together: here an answer of some 40 tokens follows a prompt
+of some thousand, and no more than two requests run at once.
 
 A round is each arm, in an order that rotates, with an empty cache and the same jobs.
 `job_p50_vs_...` are medians of whole jobs, ours over that arm: less is better. A job's time leaves
@@ -23,14 +29,10 @@ arms. `starved` are requests of ours that waited for their first token for more 
 The run is not valid unless the tokens of live agents really exceed the memory by far, by the
 tokens that the engines counted, and stock SGLang computes prompts again for that reason.
 
-With --ablation the arms are settings of our engine: `off` (`agent-eviction off`), `ended`, which
-evicts first what ended agents leave, and `ours`, which also evicts first those that are not
-expected soon. `pinned_off` and `pinned_ours` are the same two where each prompt is pinned for
-300 s, as the prompts of a client are that marks them all.
-
-With --admission all arms have the same engine, with a balancer in front: `free`, which sends each
-request at once (`agent-hold-s 0`), `ours`, which holds requests back for 30 s at most, and `short`,
-for 30 s divided by the pace of the jobs.
+With --ablation all arms are ours, with parts switched off: `not_held` (`agent-hold-s 0`),
+`short_window`, whose queues let the cheapest go first for 10 s at most, however much waits, and
+`neither`. `marked` is ours where each prompt is pinned for 300 s, as the prompts of a client are
+that marks them all.
 """
 
 from __future__ import annotations
@@ -59,6 +61,8 @@ from bench.lib.engines import Engines, chosen, engine_parser
 from bench.lib.pin_load import Texts
 from bench.lib.priority_load import clients
 from bench.lib.script import Size, precondition, require, run
+from scheduler.order import MOST
+from sgl_ext.settings.schema import EngineSettings
 
 _SCRIPT = "SGLEXT_CPU_SCRIPT"
 _SILENT = "enable_thinking is defined and enable_thinking is false"
@@ -82,15 +86,15 @@ class Amount:
 
 PLANS: dict[Size, Amount] = {
     "full": Amount(4, 40, 20),
-    "quick": Amount(2, 16, 16, Shape(calls=6, pace=12.0)),
-    "brief": Amount(1, 16, 16, Shape(calls=6, pace=12.0)),
+    "quick": Amount(2, 10, 10, Shape(calls=4, scale=1 / 10, pace=5.0)),
+    "brief": Amount(1, 10, 10, Shape(calls=4, scale=1 / 10, pace=5.0)),
     "smallest": Amount(1, 10, 10, Shape(calls=4, scale=1 / 80, pace=40.0)),
 }
 
 
 @dataclass(frozen=True)
 class Arm:
-    """engine: whose it is. settings: of our engine, while the arm runs. balancer: flags of one
+    """engine: whose it is. settings: of our engine, while the arm runs. balancer: flags of the one
     that is in front of the engine; None: requests go to the engine."""
 
     engine: str
@@ -98,27 +102,29 @@ class Arm:
     balancer: tuple[str, ...] | None = None
 
 
-_OFF = {"agent_eviction": "off", "pin_unmarked_ttl_s": 0.0}
-_OURS = {"agent_eviction": "expected", "pin_unmarked_ttl_s": 0.0}
+_AGING_S = EngineSettings().aging_s
+_SHORT_S = _AGING_S / MOST  # no window is longer than the usual `aging_s` then
+_FREE = ("--agent-hold-s", "0")
+_SHORT = ("--aging-s", f"{_SHORT_S}")
+
+
+def _ours(balancer: tuple[str, ...] = (), *, ttl_s: float = 0.0, aging_s: float = _AGING_S) -> Arm:
+    """ttl_s: for how long each prompt is pinned."""
+    return Arm("ours", {"pin_unmarked_ttl_s": ttl_s, "aging_s": aging_s}, balancer)
+
+
 ARMS = {
     "stock": Arm("stock"),
     "session_radix": Arm("session_radix"),
-    "fixed_ttl": Arm("ours", {**_OFF, "pin_unmarked_ttl_s": _FIXED_TTL_S}),
-    "ours": Arm("ours", _OURS),
+    "fixed_ttl": _ours(_FREE, ttl_s=_FIXED_TTL_S),
+    "ours": _ours(),
 }
 ABLATION = {
-    "off": Arm("ours", _OFF),
-    "ended": Arm("ours", {**_OFF, "agent_eviction": "ended"}),
-    "ours": Arm("ours", _OURS),
-    "pinned_off": Arm("ours", {**_OFF, "pin_unmarked_ttl_s": _FIXED_TTL_S}),
-    "pinned_ours": Arm("ours", {**_OURS, "pin_unmarked_ttl_s": _FIXED_TTL_S}),
-}
-_HOLD_S = 30.0
-_SHORT_S = _HOLD_S / Shape().pace
-ADMISSION = {
-    "free": Arm("ours", _OURS, ("--agent-hold-s", "0")),
-    "short": Arm("ours", _OURS, ("--agent-hold-s", f"{_SHORT_S}")),
-    "ours": Arm("ours", _OURS, ("--agent-hold-s", f"{_HOLD_S}")),
+    "not_held": _ours(_FREE),
+    "short_window": _ours(_SHORT, aging_s=_SHORT_S),
+    "neither": _ours((*_FREE, *_SHORT), aging_s=_SHORT_S),
+    "marked": _ours(ttl_s=_FIXED_TTL_S),
+    "ours": _ours(),
 }
 
 
@@ -264,13 +270,11 @@ def _template(model: Path) -> str:
 
 def main() -> None:
     parser = engine_parser(__doc__)
-    kinds = parser.add_mutually_exclusive_group()
-    kinds.add_argument("--ablation", action="store_true", help="compare parts of ours")
-    kinds.add_argument("--admission", action="store_true", help="hold agents back, or do not")
+    parser.add_argument("--ablation", action="store_true", help="compare parts of ours")
     options = parser.parse_args()
     # One core computes; clients and tokenizers need the other.
     os.environ.setdefault("OMP_NUM_THREADS", "1")
-    arms = ABLATION if options.ablation else ADMISSION if options.admission else ARMS
+    arms = ABLATION if options.ablation else ARMS
     engines = chosen(options, "tiny")
     with tempfile.TemporaryDirectory(prefix="sgl-ext-bench-") as folder:
         run("agents_jobs", lambda: measure(engines, Path(folder), PLANS[options.size], arms))

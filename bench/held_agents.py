@@ -2,13 +2,13 @@
 
     python -m bench.held_agents [--quick] [--engines 4]
 
-The balancer's own router and admission queue in front of simulated engines in virtual time, whose
-cache evicts what was used least recently (`bench/sim`). Sessions have the published shape. Full
-size has the sizes and speeds of real engines. Each row has engines whose memory is a share of what
-all sessions use at their ends, from plenty to a tenth. Arms:
+The balancer's own router and admission queue in front of simulated engines in virtual time, which
+order their queues as ours do, and evict what was used least recently (`bench/sim`). Sessions have
+the published shape. Full size has the sizes and speeds of real engines. Each row has engines whose
+memory is a share of what all sessions use at their ends, from plenty to a tenth. Arms:
 
     free      each request is sent at once, as with `agent-hold-s 0`
-    held      requests are held back for 30 s at most
+    held      requests are held back for 30 s at most, as by default
 
 A session's time is from its first request to its last answer, with its tools and its person.
 `sessions_per_hour` counts until the last session has ended. Where memory is plenty, both arms must
@@ -34,6 +34,7 @@ from bench.sim.virtual_time import Run
 from bench.trace.agents import Agent, TraceConfig, first_calls
 from bench.trace.calls import Call, Ideal, compile_calls, ideal_of
 from bench.trace.variants import make_trace
+from sgl_ext.settings.schema import EngineSettings
 
 MEMORY = (1.5, 0.4, 0.2, 0.1)
 ARMS = {"free": 0.0, "held": 30.0}
@@ -119,7 +120,9 @@ def simulated(
     """What one arm comes to."""
     least_tokens = int(_LEAST_PROMPTS * trace.longest_tokens)
     capacity_tokens = max(int(memory * trace.all_tokens / engines), least_tokens)
-    config = replace(engine_at(scale), capacity_tokens=capacity_tokens)
+    config = replace(
+        engine_at(scale), capacity_tokens=capacity_tokens, aging_s=EngineSettings().aging_s
+    )
     router = AdmittingRouter(engines, hold_s=hold_s)
     played = Run(trace.agents, trace.calls, router, [Engine(config) for _ in range(engines)])
     played.session_header = True

@@ -8,9 +8,6 @@ A pin that was never read is valuable until the time of its grant. Each read bri
 closer to the end of the lease, as a prefix that was read often will be read again. A new pin is
 valuable until now, so it displaces pins of its priority that were never read, or that are idle
 for longer than their reads justify, and never one in use.
-
-Of equal priority, pins that nobody is expected to read again come first, and a new pin displaces
-them however often they were read.
 """
 
 from dataclasses import dataclass

@@ -79,7 +79,6 @@ def choose_released(
     tree: PinTree,
     counts: Counter[str],
     limits: PinLimits,
-    is_wanted: Callable[[Pin], bool] = lambda _: True,
 ) -> list[Pin] | str:
     """The pins to release for the new one, in release order, or why it is rejected.
 
@@ -87,7 +86,6 @@ def choose_released(
     path: the ids of those that the new one contains.
     tree: all pinned prefixes, with the new one.
     counts: the number of other pins by owner.
-    is_wanted: as for `Pins`.
     """
     trial = _Trial(tree, counts + Counter([new.owner]), limits)
     is_within_share = partial(trial.is_within_share, new.owner)
@@ -98,8 +96,7 @@ def choose_released(
     tried: dict[int, Pin] = {}
 
     def may_go(pin: Pin) -> bool:
-        is_unwanted = pin.priority <= new.priority and not is_wanted(pin)
-        is_less_valuable = is_unwanted or pin.release_order < new.release_order
+        is_less_valuable = pin.release_order < new.release_order
         if pin.owner == new.owner:
             return is_less_valuable
         if trial.is_within_part(pin.owner):
@@ -125,7 +122,7 @@ def choose_released(
     # Keep those that need not go, the most valuable first: the tokens that their release frees
     # can be shared, or too few to matter.
     released: list[Pin] = []
-    for pin in [pin for pin in reversed(others) if pin.id in tried]:
+    for pin in sorted(tried.values(), key=lambda pin: pin.release_order, reverse=True):
         trial.restore(pin)
         if not (is_within_share() and trial.is_within_budget()):
             trial.remove(pin)
@@ -166,7 +163,7 @@ def choose_excess(
         release(own + others, partial(trial.is_within_share, owner))
     release(in_turns, trial.is_within_budget)
     released: list[Pin] = []
-    for pin in [pin for pin in reversed(in_order) if pin.id in tried]:
+    for pin in sorted(tried.values(), key=lambda pin: pin.release_order, reverse=True):
         trial.restore(pin)
         if not (all(map(trial.is_within_share, over)) and trial.is_within_budget()):
             trial.remove(pin)

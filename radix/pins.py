@@ -57,8 +57,6 @@ class Pins:
     ids: the numbers of new pins, ascending, where pins move between several `Pins`.
     on_displaced: called with each pin that the limits remove, the most valuable first, while it is
         still here.
-    is_wanted: whether a pin's prefix is expected to be read again. Those that are not are released
-        before others of their priority.
     """
 
     def __init__(
@@ -71,7 +69,6 @@ class Pins:
         page: int = 1,
         ids: Iterator[int] | None = None,
         on_displaced: Callable[[Pin], object] = lambda _: None,
-        is_wanted: Callable[[Pin], bool] = lambda _: True,
     ) -> None:
         self._limits = PinLimits(budget_tokens, limit_pins, owner_share, owner_shares)
         self._tree = PinTree(page)
@@ -80,7 +77,6 @@ class Pins:
         self._order: list[ReleaseOrder] = []
         self._ids = count(1) if ids is None else ids
         self._on_displaced = on_displaced
-        self._is_wanted = is_wanted
         self._now_s = -inf
         self._soonest_s = inf
 
@@ -175,7 +171,6 @@ class Pins:
             self._tree,
             self._counts,
             self._limits,
-            self._is_wanted,
         )
         if isinstance(released, str):
             self._tree.remove(pin.id)
@@ -249,8 +244,7 @@ class Pins:
 
     def in_order(self) -> list[Pin]:
         """All pins in release order."""
-        pins = [self._pins[number] for _, _, number in self._order]
-        return sorted(pins, key=lambda pin: (pin.priority, self._is_wanted(pin)))
+        return [self._pins[number] for _, _, number in self._order]
 
     def in_turns(self) -> list[Pin]:
         """All pins in the order in which they give way to other things than pins: always the least

@@ -17,7 +17,7 @@ memory, and ends a pin whose memory it cannot move.
 Invariant, asserted by `check`: no prefix has a pin on both tiers.
 """
 
-from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
+from collections.abc import Hashable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from heapq import merge
 from itertools import chain, count
@@ -47,7 +47,7 @@ class TieredPins:
 
     budget_tokens, host_budget_tokens: how many tokens all pins of each tier can have together; 0
         pins nothing there.
-    owner_share, owner_shares, limit_pins, is_wanted: of each tier, as for `Pins`.
+    owner_share, owner_shares, limit_pins: of each tier, as for `Pins`.
     """
 
     def __init__(
@@ -59,7 +59,6 @@ class TieredPins:
         owner_shares: Mapping[str, float] = MappingProxyType({}),
         limit_pins: int = 4096,
         page: int = 1,
-        is_wanted: Callable[[Pin], bool] = lambda _: True,
     ) -> None:
         common: dict[str, Any] = {
             "owner_share": owner_share,
@@ -67,7 +66,6 @@ class TieredPins:
             "limit_pins": limit_pins,
             "page": page,
             "ids": count(1),
-            "is_wanted": is_wanted,
         }
         self.device = Pins(budget_tokens=budget_tokens, on_displaced=self._move_to_host, **common)
         self.host = Pins(budget_tokens=host_budget_tokens, **common)

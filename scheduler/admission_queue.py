@@ -14,7 +14,7 @@ that does not wait.
 """
 
 from collections import Counter
-from collections.abc import Collection, Iterator, Mapping, Sequence, Set
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass
 from itertools import islice
 from typing import Generic, TypeVar
@@ -44,14 +44,24 @@ class Entry(Generic[T]):
 class OrderedQueue(Generic[T]):
     """Queued items in serving order.
 
-    served: the tokens that each tenant was given recently. weights: the tenants' shares. Changes
-    of these, and of `aging_s`, count from the next sort.
+    served: the tokens that each tenant was given recently. weights: the tenants' shares.
+    window_s: how long a window is while so many tokens wait; None: `aging_s`. Changes of these, and
+    of `aging_s`, count from the next sort.
     """
 
-    def __init__(self, aging_s: float, served: Served, weights: Mapping[str, float] = {}) -> None:
+    def __init__(
+        self,
+        aging_s: float,
+        served: Served,
+        weights: Mapping[str, float] = {},
+        window_s: Callable[[int], float] | None = None,
+    ) -> None:
         self.aging_s = aging_s
         self._served = served
         self._weights = weights
+        self._window_of = window_s
+        self._window_s = 0.0
+        self._cost_tokens = 0
         self._entries: dict[T, Entry[T]] = {}
         self._tenants: Counter[str] = Counter()  # of the entries
         self._sorted: list[Entry[T]] = []
@@ -77,6 +87,7 @@ class OrderedQueue(Generic[T]):
         """Adds an item that is not in the queue."""
         entry = self._entries[item] = Entry(item, waiting)
         self._tenants[waiting.tenant] += 1
+        self._cost_tokens += waiting.cost_tokens
         self._new.append(entry)
 
     def remove(self, item: T) -> None:
@@ -84,6 +95,7 @@ class OrderedQueue(Generic[T]):
         entry = self._entries.pop(item, None)
         if entry is not None:
             entry.item = None
+            self._cost_tokens -= entry.waiting.cost_tokens
             tenant = entry.waiting.tenant
             self._tenants[tenant] -= 1
             if not self._tenants[tenant]:
@@ -106,6 +118,8 @@ class OrderedQueue(Generic[T]):
 
     def sort(self, now_s: float) -> Sequence[Entry[T]]:
         """All entries in order."""
+        if self._window_of is not None:
+            self._window_s = self._window_of(self._cost_tokens)
         self._sorted = self._in_order(list(self._entries.values()), now_s)
         self._sorted_s = now_s
         self._new = []
@@ -114,5 +128,5 @@ class OrderedQueue(Generic[T]):
     def _in_order(self, entries: list[Entry[T]], now_s: float) -> list[Entry[T]]:
         waiting = [entry.waiting for entry in entries]
         served = self._served.at(now_s)
-        order = in_order(waiting, now_s, self.aging_s, served, self._weights)
+        order = in_order(waiting, now_s, self.aging_s, served, self._weights, self._window_s)
         return [entries[position] for position in order]

@@ -29,7 +29,7 @@ ENOUGH = 3
 """How many measurements of each kind replace the prior."""
 LATEST = 32
 """How many measurements of each kind count."""
-# The share changes once the measured one differs by this part of it.
+# A figure changes once the measured one differs by this part of it.
 _CHANGE = 0.2
 _Kind = deque[tuple[float, int]]
 
@@ -37,12 +37,16 @@ _Kind = deque[tuple[float, int]]
 class LoadCost:
     """The shares of one engine.
 
-    share, shared_share: change only when what was measured differs by a fifth, so that they seldom
-        have to be sent; they have two digits.
+    share, shared_share: of a computed token. token_s: how long one is computed; 0.0 until it was
+        measured.
+
+    They change only when what was measured differs by a fifth, so that they seldom have to be sent,
+    and have two digits.
     """
 
     def __init__(self) -> None:
         self.share, self.shared_share = PRIOR, SHARED_PRIOR
+        self.token_s = 0.0
         self._read: _Kind = deque(maxlen=LATEST)
         self._loaded: _Kind = deque(maxlen=LATEST)
         self._computed: _Kind = deque(maxlen=LATEST)
@@ -58,6 +62,8 @@ class LoadCost:
     def computed(self, tokens: int, seconds: float) -> None:
         """Counts a forward pass over prompts."""
         self._add(self._computed, tokens, seconds)
+        if len(self._computed) >= ENOUGH:
+            self.token_s = _changed(self.token_s, weighted_median(self._computed))
 
     def _add(self, kind: _Kind, tokens: int, seconds: float) -> None:
         if tokens < LEAST_TOKENS or (each_s := seconds / tokens) <= 0:
@@ -71,5 +77,9 @@ class LoadCost:
         if any(len(kind) < ENOUGH for kind in (*kinds, self._computed)):
             return before
         ratio = sum(map(weighted_median, kinds)) / weighted_median(self._computed)
-        measured = float(f"{min(max(ratio, LEAST), MOST):.2g}")
-        return measured if abs(measured - before) > _CHANGE * before else before
+        return _changed(before, min(max(ratio, LEAST), MOST))
+
+
+def _changed(before: float, measured: float) -> float:
+    measured = float(f"{measured:.2g}")
+    return measured if abs(measured - before) > _CHANGE * before else before

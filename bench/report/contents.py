@@ -101,14 +101,17 @@ SECTIONS = (
         "agents_jobs",
         "Whole jobs of agents",
         "Agents with sub-agents run whole jobs on one engine, whose cache holds a third of what "
-        "those at work use. Nothing is marked. A job's time includes that of its tools.",
+        "those at work use. Nothing is marked. A job's time includes that of its tools. sgl-ext "
+        "has its balancer in front, the others have none.",
         fleet_tables.agents_jobs,
         "agents.md",
     ),
     Section(
         "agents_ablation",
         "Whole jobs of agents: what each part brings",
-        "The same jobs with each value of `agent-eviction`, and from clients that mark everything.",
+        "The same jobs with parts switched off: "
+        "[held requests](agents.md#more-agents-than-memory), and "
+        "[long windows](priority.md#how-long-a-window-is) in the queues.",
         fleet_tables.agents_jobs,
         "agents.md",
     ),

@@ -32,14 +32,14 @@ PIN_LABELS = {"stock_priority": "SGLang, priority eviction"}
 # In bench/tiers, ours has arms with and without a host cache.
 TIER_LABELS = {"ours": f"{OURS}, no tiers", "ours_tiers": f"{OURS}, tiers"}
 AGENT_LABELS = {
-    "ours": f"{OURS}, agent-eviction expected",
+    "ours": OURS,
     "stock": "SGLang",
     "session_radix": "SGLang, session radix cache",
     "fixed_ttl": f"{OURS}, each prompt pinned for 300 s",
-    "off": f"{OURS}, agent-eviction off",
-    "ended": f"{OURS}, agent-eviction ended",
-    "pinned_off": "off, clients that mark everything",
-    "pinned_ours": "expected, clients that mark everything",
+    "not_held": f"{OURS}, no request held back",
+    "short_window": f"{OURS}, windows of 10 s",
+    "neither": f"{OURS}, neither",
+    "marked": f"{OURS}, clients that mark everything",
 }
 # Simulated policies; behind the same names, other benches have routers that run.
 _POLICY_LABELS = {

@@ -25,12 +25,14 @@ from typing import Literal, NamedTuple
 from bench.sim.cache import BlockCache
 from bench.sim.prompts import BLOCK_TOKENS
 from bench.sim.segments import Load, SegmentFeed
+from scheduler.order import Waiting, in_order, window_of
 from sgl_ext.requests.segments import Chain
 
 
 @dataclass(frozen=True, slots=True)
 class EngineConfig:
-    """Times in seconds, sizes in tokens."""
+    """Times in seconds, sizes in tokens. aging_s: above 0, requests wait in the order of our
+    engines, with this setting; else the first comes first."""
 
     capacity_tokens: int = 1_500_000
     max_running: int = 64
@@ -39,6 +41,7 @@ class EngineConfig:
     chunk_tokens: int = 8192
     decode_base_s: float = 0.006
     decode_per_request_s: float = 0.000_1
+    aging_s: float = 0.0
 
     def at_speed(self, speed: float) -> EngineConfig:
         """An engine with the same memory that computes at so much of the speed."""
@@ -64,6 +67,7 @@ class Request:
     reserved: int = 0  # blocks set aside for what is not held yet
     locked: int = 0  # how many of `keys` are locked
     expected: int = 0  # uncached tokens as seen on arrival, the engine's idea of what is pending
+    arrived_s: float = 0.0
 
     @property
     def prompt_blocks(self) -> int:
@@ -127,6 +131,7 @@ class Engine:
             return [Event(now, "refused", request)]
         events = self.advance(now)
         request.expected = request.prompt_tokens - self.cached_tokens(request)
+        request.arrived_s = now
         self._pending += request.expected
         self._waiting.append(request)
         if not self._batch:
@@ -172,6 +177,8 @@ class Engine:
         if self._half_done is not None:
             budget -= self._join(self._half_done, budget)
             self._half_done = None
+        if self.config.aging_s and len(self._waiting) > 1 and budget > 0:
+            self._waiting = deque(self._in_order())
         while self._waiting and budget > 0:
             if len(self._running) + len(self._batch) >= self.config.max_running:
                 break
@@ -187,6 +194,14 @@ class Engine:
             self.prefill_s += lasts
             self.prefill_tokens += tokens
             self._batch_ends = self._now + lasts
+
+    def _in_order(self) -> list[Request]:
+        queue, aging_s = [*self._waiting], self.config.aging_s
+        costs = (one.prompt_tokens - self.cached_tokens(one) for one in queue)
+        waiting = [Waiting(0, one.arrived_s, cost) for one, cost in zip(queue, costs, strict=True)]
+        pending_s = sum(one.cost_tokens for one in waiting) / self.config.prefill_tokens_per_s
+        window_s = window_of(pending_s, aging_s)
+        return [queue[n] for n in in_order(waiting, self._now, aging_s, window_s=window_s)]
 
     def _join(self, request: Request, budget: int) -> int:
         share = min(budget, request.prompt_tokens - request.computed)

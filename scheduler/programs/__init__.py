@@ -1,1 +1,1 @@
-"""Whose turn it is: agents, what they do between two requests, and whose memory to take first."""
+"""Agents: how long they stay away, what memory they use, and which of them wait for some."""

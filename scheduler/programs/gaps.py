@@ -2,19 +2,17 @@
 
     answer                              next request
       |------------------ gap ----------------->|
-      |--- passed --->|--------- rest --------->|      whose memory to take: `rest`
-      |            ^ round 1          ^ round 2        when to load what was taken: `rounds`
+      |            ^ round 1          ^ round 2        when to load what was evicted: `rounds`
 
-Each tool has its latest gaps: of this agent if there are some, else of all agents of the tenant,
-else made-up ones. A tool may run for a second or for an hour, so nothing is assumed of the shape of
-gaps: what is expected is read from the gaps themselves.
+Each tool has its latest gaps: of this agent if there are some, else of all agents of the tenant. A
+tool may run for a second or for an hour, so nothing is assumed of the shape of gaps: what is
+expected is read from the gaps themselves.
 
 A client's own figures, how long each tool ran, tell tools apart that ran side by side. The gap
 also contains what the client does itself, so the tool that took longest counts as all of it.
 """
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
-from typing import NamedTuple
+from collections.abc import Collection, Iterable, Mapping
 
 from cachetools import FIFOCache
 
@@ -30,28 +28,6 @@ FACTOR = 3.0
 MOST_ROUNDS = 3
 LEAST_S = 1.0
 """Shorter gaps have no round: nothing is evicted so soon."""
-
-
-class Absence(NamedTuple):
-    """What is expected of a gap that has begun.
-
-    share: of such gaps, how many are longer than the time that has passed.
-    soon_s, late_s: half of these end within `soon_s` from now, and nine in ten within `late_s`.
-    """
-
-    share: float
-    soon_s: float
-    late_s: float
-
-
-def rest(gaps: Sequence[float], passed_s: float) -> Absence:
-    """What gaps like these say about one that has lasted so long. There must be at least one."""
-    left = sorted(gap - passed_s for gap in gaps if gap > passed_s)
-    # Half a gap more than were seen: a gap may be longer than all others.
-    share = (len(left) + 0.5) / (len(gaps) + 1)
-    if not left:
-        return Absence(share, passed_s, 10 * passed_s)
-    return Absence(share, left[len(left) // 2], left[len(left) * 9 // 10])
 
 
 def rounds(gaps: Iterable[float]) -> tuple[float, ...]:

@@ -24,7 +24,7 @@ from heapq import heapify, heappop, heappush
 import msgspec
 from cachetools import LRUCache
 
-from scheduler.programs.habits import OPEN, Habits, Returned
+from scheduler.programs.habits import Habits
 
 LIMIT = 16_384
 LEAST_LEASE_S, MOST_LEASE_S = 1.0, 60.0
@@ -52,14 +52,6 @@ class _Agent(msgspec.Struct, gc=False):
     leaves_s: float = 0.0
 
 
-class _Tenant:
-    """returned: of the agents that got a first answer."""
-
-    def __init__(self) -> None:
-        self.habits = Habits()
-        self.returned = Returned()
-
-
 class WorkingSet:
     """The agents of all workers, at most `limit`: of more, the tenant that has most loses the one
     that is silent for longest."""
@@ -68,7 +60,7 @@ class WorkingSet:
         self.limit = limit
         self._agents: dict[int, _Agent] = {}
         self._members: dict[str, OrderedDict[int, None]] = {}
-        self._tenants: LRUCache[str, _Tenant] = LRUCache(_MOST_TENANTS)
+        self._habits: LRUCache[str, Habits] = LRUCache(_MOST_TENANTS)
         # By worker: what agents count with, by priority and tenant; and of that, those awaited.
         self._tokens: dict[int, Counter[tuple[int, str]]] = {}
         self._awaited: Counter[int] = Counter()
@@ -180,7 +172,7 @@ class WorkingSet:
                 one = self._agents[agent]
                 self._set(one, one.worker, one.priority, is_awaited=False)
                 if not one.has_returned:
-                    self._tenant(one.tenant).returned.note(is_back=False)
+                    self._habits_of(one.tenant).note(is_back=False)
 
     def forget_worker(self, worker: int) -> None:
         """A worker is gone, with what it held."""
@@ -189,26 +181,26 @@ class WorkingSet:
 
     def _lease_s(self, agent: int, one: _Agent, refill_s: float) -> float:
         """How long an agent is awaited while it is away; 0 if it is not."""
-        tenant = self._tenant(one.tenant)
-        if not one.has_returned and tenant.returned.share(0.0, 1.0) < 0.5:
+        habits = self._habits_of(one.tenant)
+        if not one.has_returned and habits.share_back < 0.5:
             return 0.0
-        absence = tenant.habits.absence(f"{agent:x}", (OPEN,), 0.0)
+        absence = habits.absence(f"{agent:x}")
         if absence.soon_s >= refill_s:
             return 0.0
         return min(max(absence.late_s, LEAST_LEASE_S), MOST_LEASE_S, refill_s)
 
     def _note_return(self, agent: int, one: _Agent, now_s: float) -> None:
-        tenant = self._tenant(one.tenant)
-        tenant.habits.gaps.note(f"{agent:x}", (OPEN,), now_s - one.answered_s, {})
+        habits = self._habits_of(one.tenant)
+        habits.note_gap(f"{agent:x}", now_s - one.answered_s)
         if not one.has_returned:
-            tenant.returned.note(is_back=True)
+            habits.note(is_back=True)
         one.has_returned = True
 
-    def _tenant(self, name: str) -> _Tenant:
-        tenant = self._tenants.get(name)
-        if tenant is None:
-            tenant = self._tenants[name] = _Tenant()
-        return tenant
+    def _habits_of(self, tenant: str) -> Habits:
+        found = self._habits.get(tenant)
+        if found is None:
+            found = self._habits[tenant] = Habits()
+        return found
 
     def _is_leaving(self, leaves_s: float, agent: int) -> bool:
         one = self._agents.get(agent)

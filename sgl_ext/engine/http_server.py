@@ -1,26 +1,18 @@
 """Puts the extension into SGLang's HTTP server: middleware, routes, and what runs beside it."""
 
 import asyncio
-import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import AsyncExitStack, asynccontextmanager
 from http import HTTPStatus
 from typing import Any
 
-import zmq
 from starlette.datastructures import Headers
 
 from sgl_ext.engine import sglang_api, topology
 from sgl_ext.engine.arguments import caches, in_effect
 from sgl_ext.engine.core.counters import background_failed, counter
 from sgl_ext.engine.core.folder import Outbox
-from sgl_ext.engine.core.request_context import (
-    RequestContext,
-    context_in,
-    conversation_name,
-    current_dry_run,
-)
-from sgl_ext.engine.core.slices import digest
+from sgl_ext.engine.core.request_context import context_in, current_dry_run
 from sgl_ext.engine.http.event_broadcaster import PATH
 from sgl_ext.engine.http.extension import HttpExtension, install, installed
 from sgl_ext.engine.http.gauges import gauging
@@ -59,8 +51,7 @@ def extend(server_args: ServerArgs, *_: Any, **__: Any) -> None:
     extension = HttpExtension(EngineSettings.from_environment(), ranks)
     install(extension)
     extension.degraded = topology.features(topology.degraded(topology.facts_of(server_args)))
-    outboxes = [Outbox(rank) for rank in range(ranks)]
-    app.add_middleware(AnswerMiddleware, extension=extension, outboxes=outboxes)
+    app.add_middleware(AnswerMiddleware, extension=extension)
     app.add_middleware(CacheWritesMiddleware)
     errors.install(app)
     secret = EngineSecret(extension.settings.engine_secret)
@@ -69,6 +60,7 @@ def extend(server_args: ServerArgs, *_: Any, **__: Any) -> None:
     broadcasters = extension.broadcasters
     for broadcaster in broadcasters:
         broadcaster.degraded = extension.degraded
+    outboxes = [Outbox(rank) for rank in range(ranks)]
     app.router.routes[:0] = [
         *event_routes(broadcasters, lambda: extension.subscriber_count),
         flush_route(),
@@ -120,27 +112,25 @@ def end_streams(*_: Any, **__: Any) -> None:
 
 
 class AnswerMiddleware:
-    """An ASGI application around another. It reports to the scheduler which tools an answer calls,
-    collects the answers whose next turn should be prefilled ahead, and changes nothing of them."""
+    """An ASGI application around another. It collects the answers whose next turn should be
+    prefilled ahead, and changes nothing of them."""
 
-    def __init__(self, app: Any, extension: HttpExtension, outboxes: Sequence[Outbox]) -> None:
+    def __init__(self, app: Any, extension: HttpExtension) -> None:
         self.app = app
         self._extension = extension
-        self._outboxes = outboxes
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
         turns = self._extension.next_turns
         has_turns = scope["type"] == "http" and of_path(scope["path"]).conversation is not None
-        is_collected = turns is not None or self._extension.settings.agent_eviction != "off"
-        if not (has_turns and is_collected) or current_dry_run() is not None:
+        if turns is None or not has_turns or current_dry_run() is not None:
             await self.app(scope, receive, send)
             return
         answer = bytearray()
-        is_stream = is_wanted = is_answer = False
+        is_stream = is_wanted = False
         scope.setdefault("state", {})
 
         async def collect(message: Any) -> None:
-            nonlocal is_stream, is_wanted, is_answer
+            nonlocal is_stream, is_wanted
             await send(message)
             context = context_in(scope)
             if context is None:
@@ -148,32 +138,14 @@ class AnswerMiddleware:
             if message["type"] == "http.response.start":
                 kind = Headers(raw=message["headers"]).get("content-type", "")
                 is_stream = "event-stream" in kind
-                is_answer = message["status"] == HTTPStatus.OK
-                is_wanted = is_answer and turns is not None and turns.wants(context)
-                return
-            is_end = not message.get("more_body", False)
-            if is_end and is_answer:
-                self._report(context)
-            if is_wanted and turns is not None:
+                is_wanted = message["status"] == HTTPStatus.OK and turns.wants(context)
+            elif is_wanted:
                 answer.extend(message.get("body", b""))
                 is_wanted = len(answer) <= LIMIT_BYTES
-                if is_wanted and is_end:
+                if is_wanted and not message.get("more_body", False):
                     turns.predict(scope["headers"], context, bytes(answer), is_stream)
 
         await self.app(scope, receive, collect)
-
-    def _report(self, context: RequestContext) -> None:
-        conversation = conversation_name(context)
-        if self._extension.settings.agent_eviction == "off" or conversation is None:
-            return
-        if not context.are_hints_sent:
-            return
-        try:
-            self._outboxes[context.rank or 0].answered(
-                digest(conversation), context.called, time.monotonic()
-            )
-        except zmq.Again:
-            counter("answers_not_reported").inc()
 
 
 class InFlightMiddleware:

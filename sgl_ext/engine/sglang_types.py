@@ -173,7 +173,6 @@ class Req(Protocol):
 class TreePathNodeInfo(Protocol):
     node_id: int
     path_end: int
-    num_children: int
 
 
 @stands_for(f"{_CACHE}.unified_cache.unified_tree_core_interface:UnifiedTreeCoreInterface")

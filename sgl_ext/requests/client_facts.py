@@ -107,21 +107,11 @@ class ClientFacts(NamedTuple):
     ignored: tuple[str, ...] = ()
 
     def known(self) -> dict[str, Any]:
-        """What is known, by the names of the fields; for a log or another process."""
+        """What is known, by the names of the fields; for a log or an answer."""
         return {name: value for name, value in zip(self._fields, self, strict=True) if value}
 
 
 NO_FACTS = ClientFacts()
-
-
-def of_known(known: Mapping[str, Any]) -> ClientFacts:
-    """The facts whose `known` another process sent."""
-    durations = known.get("prev_tool_durations_ms", ())
-    facts = ClientFacts(**known)
-    return facts._replace(
-        prev_tool_durations_ms=tuple((tool, duration_ms) for tool, duration_ms in durations),
-        ignored=tuple(facts.ignored),
-    )
 
 
 def harness_of(headers: Mapping[bytes, bytes], billing: Mapping[str, str]) -> str:

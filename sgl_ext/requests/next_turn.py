@@ -30,8 +30,6 @@ CALL_OUTPUTS = {
     "function_call": "function_call_output",
     "custom_tool_call": "custom_tool_call_output",
 }
-_OUTPUTS = frozenset(CALL_OUTPUTS.values())
-_MOST_ADDED = 8
 _IGNORED = frozenset({"stream_options", "background"})
 _NOT_CERTAIN = (LookupError, TypeError, ValueError, AttributeError)
 
@@ -164,21 +162,3 @@ def _returns_thinking(items: list[Json]) -> bool:
         item.get("type") == "reasoning" or isinstance(item.get("reasoning_content"), str)
         for item in turns
     )
-
-
-def brings_results(protocol: Protocol, body: Any) -> bool:
-    """Whether a request goes on after calls: what follows its assistant's last turn has a result.
-
-    Clients add texts of their own to results, so a few more messages are looked at. Never raises.
-    """
-    items = body.get(protocol.turns_field) if isinstance(body, dict) else None
-    try:
-        for item in reversed(objects(items)[-_MOST_ADDED:]):
-            if _is_assistant(item):
-                return False
-            kinds = [block.get("type") for block in objects(item.get("content"))]
-            if item.get("role") == "tool" or "tool_result" in kinds or item.get("type") in _OUTPUTS:
-                return True
-    except TypeError:  # a type that is no text
-        return False
-    return False

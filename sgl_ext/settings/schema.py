@@ -197,7 +197,7 @@ class BalancerSettings(RequestSettings, frozen=True, kw_only=True):
         RELOADS,
         "Longest time that a request is held back while agents need more memory than there is; 0: "
         "never. agents.md.",
-    ] = 0.0
+    ] = 30.0
     compile_timeout_s: Annotated[
         Seconds,
         "Longest silence of an engine that compiles, or has just started, before it is checked for "
@@ -303,12 +303,6 @@ class EngineSettings(RequestSettings, frozen=True, kw_only=True):
     pin_unmarked_ttl_s: Annotated[
         UnmarkedTtl, RELOADS, "Lease for prompts without a mark; 0: no pin."
     ] = 0.0
-    agent_eviction: Annotated[
-        Literal["off", "ended", "expected"],
-        RELOADS,
-        "Whose prefixes are evicted first; off: those used least recently; ended: those of agents "
-        "that have ended; expected: also those of agents that are not expected soon: agents.md.",
-    ] = "off"
     preemption_grace_s: Annotated[
         Seconds, RELOADS, "Time for which a preempted request is safe."
     ] = 2.0

@@ -30,9 +30,6 @@ def load(number: int) -> dict[str, int]:
         "pinned_tokens": 21_000 + 2500 * (number % 5),
         "capacity_tokens": CAPACITY,
         "max_running": 64,
-        "agents_computing": 2 + number % 3,
-        "agents_calling": 9,
-        "agents_ended": 4,
     }
 
 

@@ -81,7 +81,6 @@ async def test_a_busy_node(window: OpenWindow) -> None:
             programs = table(page, "Programs").locator("tbody tr")
             await expect(programs).to_have_count(1)
             await expect(programs).to_contain_text("claude-code")
-            await expect(row).to_contain_text("2 compute, 9 run tools")
             assert not opened.faults
 
 

@@ -203,24 +203,6 @@ def test_a_pin_in_use_is_not_displaced_while_its_reads_justify_it() -> None:
     assert grant(pins, 2, 10, now=161).released == [used]
 
 
-def test_a_pin_that_nobody_is_expected_to_read_is_displaced_however_often_it_was_read() -> None:
-    unwanted: set[int] = set()
-    pins = Pins(budget_tokens=30, is_wanted=lambda one: one.id not in unwanted)
-    left, used, important = (
-        pin(pins, 1, 10, 0),
-        pin(pins, 2, 10, 0),
-        pin(pins, 3, 10, 0, priority=1),
-    )
-    for name in (1, 2, 3):
-        pins.hit("", prompt(name, 10), 1, 10)
-    assert grant(pins, 4, 10, 2).reason == LESS_VALUABLE
-    unwanted |= {left.id, important.id}
-    assert pins.in_order() == [left, used, important]
-    assert grant(pins, 4, 10, 2).released == [left]
-    assert grant(pins, 5, 10, 2).released != [important]
-    assert important in pins
-
-
 def test_a_pin_that_was_read_more_often_is_valuable_for_longer() -> None:
     pins = Pins(budget_tokens=20)
     once, often = pin(pins, 1, 10, now=0), pin(pins, 2, 10, now=0)

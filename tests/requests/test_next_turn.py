@@ -11,13 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from sgl_ext.protocols.registry import of_path
-from sgl_ext.requests.next_turn import (
-    Turn,
-    brings_results,
-    next_turn,
-    partial_turn,
-    tool_names,
-)
+from sgl_ext.requests.next_turn import Turn, next_turn, partial_turn, tool_names
 from sgl_ext.requests.segments import read_chain
 
 MESSAGES, CHAT, RESPONSES = "/v1/messages", "/v1/chat/completions", "/v1/responses"
@@ -421,39 +415,6 @@ def test_no_body_breaks_it(path: str, body: Any, items: list[Any], case: Any) ->
         ):
             assert turn is None or len(turn.nonces) == len(set(turn.nonces))
         assert each == before
-
-
-@pytest.mark.parametrize(
-    ("path", "said", "is_result"),
-    [
-        (CHAT, [user("Go."), assistant("", tool_calls=[called("a")]), result("a")], True),
-        (CHAT, [user("Go."), assistant("Done."), user("Thanks.")], False),
-        (CHAT, [result("a"), assistant("Done."), user("Thanks.")], False),
-        (CHAT, [user("Go.")], False),
-        (MESSAGES, [user("Go."), assistant([used("a")]), user([gave("a")])], True),
-        (
-            MESSAGES,
-            [
-                *(user("Go."), assistant([used("a")])),
-                user([gave("a"), {"type": "text", "text": "Mind the time."}]),
-                {"role": "system", "content": "The environment."},
-            ],
-            True,
-        ),
-        (MESSAGES, [user("Go."), assistant([used("a")]), user("Stop!")], False),
-        (RESPONSES, [user("Go."), function("a"), put_out("a")], True),
-        (RESPONSES, [user("Go."), SAID, user("Thanks.")], False),
-        (RESPONSES, "Go.", False),
-        (CHAT, None, False),
-        (CHAT, [{"role": [], "type": {}, "content": [{"type": []}]}, 7], False),
-    ],
-)
-def test_a_request_that_brings_results_goes_on_after_calls(
-    path: str, said: Any, is_result: bool
-) -> None:
-    protocol = of_path(path)
-    assert brings_results(protocol, {protocol.turns_field: said}) is is_result
-    assert not brings_results(protocol, said)
 
 
 @pytest.mark.parametrize(

@@ -39,6 +39,26 @@ def test_a_long_wait_moves_an_entry_up_within_a_second() -> None:
     assert names(waits.head(9, 109.9 + SORTED_FOR_S)) == ["long", "cheap"]
 
 
+def test_what_waits_decides_how_long_a_window_is() -> None:
+    asked: list[int] = []
+
+    def window_s(tokens: int) -> float:
+        asked.append(tokens)
+        return 30.0 if tokens > 10 else 0.0
+
+    waits = OrderedQueue[str](10.0, Served(), window_s=window_s)
+    waits.add("dear", Waiting(0, 100.0, 9))
+    waits.add("cheap", Waiting(0, 112.0, 2))
+    assert names(waits.head(9, 112.0)) == ["cheap", "dear"], "11 tokens wait"
+    waits.remove("cheap")
+    waits.add("cheaper", Waiting(0, 113.0, 1))
+    assert names(waits.sort(113.0)) == ["dear", "cheaper"], "10 tokens wait"
+    waits.remove("cheaper")
+    waits.remove("cheaper")
+    waits.sort(114.0)
+    assert asked == [11, 10, 9]
+
+
 def test_removed_items_are_not_referenced() -> None:
     class Who:
         pass

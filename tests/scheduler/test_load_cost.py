@@ -91,6 +91,20 @@ def test_a_token_of_the_shared_tier_is_read_and_then_loaded() -> None:
     assert (cost.share, cost.shared_share) == (0.05, 0.15)
 
 
+def test_how_long_a_token_is_computed_is_known_once_enough_were() -> None:
+    cost = LoadCost()
+    for number in range(ENOUGH):
+        assert cost.token_s == 0.0, number
+        cost.computed(1000, 0.5)
+    assert cost.token_s == 0.0005
+    for _ in range(LATEST):
+        cost.computed(1000, 0.55)
+    assert cost.token_s == 0.0005, "a small change is not sent"
+    for _ in range(LATEST):
+        cost.computed(1000, 0.7)
+    assert cost.token_s == 0.0007
+
+
 def test_reads_alone_measure_nothing() -> None:
     cost = LoadCost()
     for _ in range(LATEST):

@@ -1,4 +1,4 @@
-"""Serving order: steps, tenants in turn, cheapest first, and a bound on overtaking."""
+"""Serving order: priority and age, tenants in turn, cheapest first, and a bound on overtaking."""
 
 from __future__ import annotations
 
@@ -9,12 +9,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from scheduler.order import Served, Waiting, in_order, step
+from scheduler.order import MOST, WORK, Served, Waiting, in_order, step, window_of
 
 NOW_S = 100.0
 # Quarters, and powers of two to divide by, so that no sum is rounded.
 times_s = st.integers(0, int(NOW_S) * 4).map(lambda quarters: quarters / 4)
 agings_s = st.sampled_from([0.5, 1.0, 4.0, 16.0, inf])
+windows_s = st.sampled_from([0.0, 0.5, 4.0, 32.0, 1024.0])
 tokens = st.integers(0, 50)
 
 
@@ -33,9 +34,11 @@ served_lately = st.dictionaries(st.sampled_from("abc"), tokens.map(float))
 given_weights = st.dictionaries(st.sampled_from("abc"), st.sampled_from([0.5, 1.0, 2.0, 4.0]))
 
 
-def bound_s(priority: int, highest: int, aging_s: float) -> float:
+def bound_s(priority: int, highest: int, aging_s: float, window_s: float = 0.0) -> float:
     """How much later a request must arrive so that it never overtakes one of `priority`."""
-    return (highest - priority + 1) * (aging_s or inf)
+    if not 0 < aging_s < inf:
+        return inf
+    return (highest - priority) * aging_s + max(aging_s, window_s)
 
 
 def test_each_full_aging_time_waited_adds_a_step() -> None:
@@ -50,12 +53,32 @@ def test_without_aging_the_step_is_the_priority(aging_s: float) -> None:
 def test_a_negative_wait_counts_as_none() -> None:
     assert step(3, -100, 10) == 3
     assert step(3, -100, 0.001) == 3
+    waiting = [Waiting(0, NOW_S + 100, 1), Waiting(0, NOW_S, 2)]
+    assert in_order(waiting, NOW_S, 0.001) == [0, 1]
 
 
-def test_higher_steps_go_first_whatever_they_cost() -> None:
+def test_the_more_important_goes_first_until_the_other_has_waited_for_longer() -> None:
     waiting = [Waiting(0, 100, 1), Waiting(5, 100, 9000), Waiting(0, 40, 500)]
     assert in_order(waiting, NOW_S, 10) == [2, 1, 0]
     assert in_order(waiting, NOW_S, inf) == [1, 0, 2]
+    assert in_order(waiting, NOW_S, 10, window_s=30) == [2, 1, 0]
+    assert in_order(waiting, NOW_S, 10, window_s=35) == [1, 2, 0], "they are in one window"
+
+
+def test_within_a_window_the_cheapest_goes_first_whichever_waits_for_longer() -> None:
+    waiting = [Waiting(0, 45, 9), Waiting(0, 75, 5), Waiting(0, 95, 1)]
+    assert in_order(waiting, NOW_S, 10) == [0, 1, 2]
+    assert in_order(waiting, NOW_S, 10, window_s=30) == [0, 2, 1]
+    assert in_order(waiting, NOW_S, 10, window_s=60) == [2, 1, 0]
+    assert in_order(waiting, NOW_S, 10, window_s=5) == in_order(waiting, NOW_S, 10)
+
+
+def test_a_window_is_as_long_as_the_work_that_waits_asks_for_within_bounds() -> None:
+    assert window_of(0.0, 10) == 10, "what waits is not known, or nothing does"
+    assert window_of(5.0, 10) == WORK * 5.0
+    assert window_of(1e9, 10) == MOST * 10
+    assert window_of(5.0, 0) == 0, "without aging there are no windows"
+    assert window_of(5.0, inf) == inf
 
 
 def test_of_one_tenant_the_cheapest_goes_first_then_the_earliest() -> None:
@@ -85,7 +108,7 @@ def test_the_tenant_that_was_given_most_recently_goes_last() -> None:
     assert in_order(waiting, NOW_S, inf, {"a": 90, "b": 40}, {"a": 3}) == [2, 0, 1]
 
 
-def test_a_tenants_requests_of_higher_steps_count_in_lower_steps() -> None:
+def test_what_goes_first_for_its_priority_counts_for_its_tenant() -> None:
     waiting = [Waiting(9, 1, 10, "a"), Waiting(0, 1, 5, "a"), Waiting(0, 2, 5, "b")]
     assert in_order(waiting, NOW_S, inf) == [0, 2, 1]
 
@@ -95,6 +118,9 @@ def test_an_expensive_request_waits_no_longer_than_the_bound() -> None:
     late_s = bound_s(1, 3, aging_s)
     assert late_s == 24
     slow = Waiting(1, 0, 10**9, "a")
+    most = [slow, Waiting(3, late_s + 8, 1, "b")]
+    assert in_order(most, 32, aging_s, window_s=16) == [0, 1]
+    assert in_order(most, 32, aging_s, window_s=24) == [1, 0], "a longer window, a larger bound"
     for tenant in "ab":
         soon = [slow, Waiting(3, late_s - 0.25, 1, tenant)]
         assert in_order(soon, 31.75, aging_s, {"a": 1}) == [1, 0], "the bound is tight"
@@ -108,35 +134,49 @@ def test_an_expensive_request_waits_no_longer_than_the_bound() -> None:
     agings_s,
     served_lately,
     given_weights,
+    windows_s,
 )
 def test_a_request_that_arrives_after_the_bound_does_not_overtake(
-    waiting: list[Waiting], aging_s: float, served: dict[str, float], weights: dict[str, float]
+    waiting: list[Waiting],
+    aging_s: float,
+    served: dict[str, float],
+    weights: dict[str, float],
+    window_s: float,
 ) -> None:
-    order = in_order(waiting, NOW_S, aging_s, served, weights)
+    order = in_order(waiting, NOW_S, aging_s, served, weights, window_s)
     assert sorted(order) == list(range(len(waiting)))
     highest = max((request.priority for request in waiting), default=0)
     for rank, ahead in enumerate(order):
         for behind in order[rank + 1 :]:
             late_s = waiting[ahead].arrived_s - waiting[behind].arrived_s
-            assert late_s < bound_s(waiting[behind].priority, highest, aging_s) or late_s < 0
+            most_s = bound_s(waiting[behind].priority, highest, aging_s, window_s)
+            assert late_s < most_s or late_s < 0
 
 
 @settings(max_examples=100)
-@given(queues("abc"), agings_s, served_lately, given_weights)
-def test_of_each_tenant_and_step_the_cheapest_goes_first(
-    waiting: list[Waiting], aging_s: float, served: dict[str, float], weights: dict[str, float]
+@given(queues("abc"), agings_s, served_lately, given_weights, windows_s)
+def test_of_each_tenant_window_and_priority_the_cheapest_goes_first(
+    waiting: list[Waiting],
+    aging_s: float,
+    served: dict[str, float],
+    weights: dict[str, float],
+    window_s: float,
 ) -> None:
-    order = in_order(waiting, NOW_S, aging_s, served, weights)
+    order = in_order(waiting, NOW_S, aging_s, served, weights, window_s)
 
-    def level(position: int) -> int:
+    def level(position: int) -> tuple[float, int]:
         request = waiting[position]
-        return step(request.priority, NOW_S - request.arrived_s, aging_s)
+        if aging_s == inf:
+            return 0, request.priority
+        lead_s = request.priority * aging_s + NOW_S - request.arrived_s
+        return lead_s // max(aging_s, window_s), request.priority
 
     assert [level(p) for p in order] == sorted(map(level, order), reverse=True)
     for tenant in "abc":
-        own = [p for p in order if waiting[p].tenant == tenant]
-        keys = [(-level(p), waiting[p].cost_tokens, waiting[p].arrived_s, p) for p in own]
-        assert keys == sorted(keys)
+        for reached in {*map(level, order)}:
+            own = [p for p in order if waiting[p].tenant == tenant and level(p) == reached]
+            keys = [(waiting[p].cost_tokens, waiting[p].arrived_s, p) for p in own]
+            assert keys == sorted(keys)
 
 
 @settings(max_examples=100)

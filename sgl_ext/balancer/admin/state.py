@@ -26,7 +26,6 @@ SHOWN_PINS = 200
 SHOWN_TENANTS = 100
 SHOWN_DIVERGENCES = 50
 SHOWN_PRIORITIES = 32
-_AGENTS = "agents_"
 
 
 def part(services: Services, now_s: float) -> dict[str, Any]:
@@ -114,18 +113,7 @@ def _engine(worker: Worker, child: Mapping[str, Any], hit_rate: float | None) ->
         "in_flight": _in_flight(worker),
         "kv": kv if total else None,
         "hit_rate": hit_rate,
-        "agents": _agents(report),
     }
-
-
-def _agents(report: Mapping[str, Any]) -> dict[str, int] | None:
-    """How many agents do each thing; None if the engine does not learn it."""
-    found = {
-        name.removeprefix(_AGENTS): count
-        for name, count in report.items()
-        if name.startswith(_AGENTS)
-    }
-    return found or None
 
 
 def _note(worker: Worker) -> str:

@@ -94,7 +94,7 @@ class Metrics(Page):
         )
         self.promotions = counter(
             "promotions",
-            "Requests that left the queue at a higher priority step because they had waited long.",
+            "Requests that left the queue after they had waited for aging-s or longer.",
         )
         self.requests_rejected = counter(
             "requests_rejected",

@@ -1,8 +1,8 @@
 """The admission queue: requests wait here while no worker has capacity for them.
 
 Capacity is what engines report (`scheduler.capacity`), within `--max-in-flight` in any case. The
-order is the engines' own (`scheduler.order`): priority that rises with waiting, tenants in turn,
-the cheapest first. If too many requests wait, the last of that order is rejected.
+order is the engines' own (`scheduler.order`): priority and age, tenants in turn, the cheapest
+first. If too many requests wait, the last of that order is rejected.
 
 The first request in order may still find no worker: the worker of its session has no capacity
 while another one has, or its prompt is too long for the free memory. Then later requests may pass
@@ -29,7 +29,7 @@ from http import HTTPStatus
 from typing import Protocol
 
 from scheduler.admission_queue import Entry, OrderedQueue
-from scheduler.order import Served, Waiting, step
+from scheduler.order import Served, Waiting, step, window_of
 from scheduler.programs.working_set import LIMIT as MOST_AGENTS
 from sgl_ext.balancer.metrics.registry import BANDS, Metrics, band
 from sgl_ext.balancer.routing.agent_gate import AgentGate
@@ -85,7 +85,7 @@ class AdmissionQueue:
         self._served = Served()
         self._reserved_s: dict[str, float] = {}  # when a tenant began to hold others up
         self._queue: OrderedQueue[QueuedRequest] = OrderedQueue(
-            self.aging_s, self._served, self.router.tenants.weights
+            self.aging_s, self._served, self.router.tenants.weights, self._window_s
         )
         self._gate = AgentGate(self.router, min(self.hold_s, self.timeout_s / 2))
         self._held: OrderedQueue[QueuedRequest] = OrderedQueue(
@@ -110,6 +110,11 @@ class AdmissionQueue:
 
     def __len__(self) -> int:
         return len(self._queue) + len(self._held)
+
+    def _window_s(self, waiting_tokens: int) -> float:
+        """How long a window is: so long that a request in turn for its age is placed in time."""
+        window_s = window_of(self.router.compute_s(waiting_tokens), self.aging_s)
+        return min(window_s, self.timeout_s / 2)
 
     def place(self, request: QueuedRequest) -> bool:
         """Places or rejects a request now, or queues it. False if it is queued."""

@@ -149,6 +149,12 @@ class Router:
         tokens = self.prefixes.prompt_tokens(routing.chain, most, routing.prompt_tokens)
         return max(tokens - most.expected_tokens, 0)
 
+    def compute_s(self, tokens: int) -> float:
+        """How long the engines together take to compute so many tokens, as fast as they computed
+        others; 0 if none says how fast."""
+        speed = sum(w.pace.tokens_per_s for w in self.workers.all if w.is_available)
+        return tokens / speed if speed > 0 else 0.0
+
     def _learn(self, now_s: float) -> None:
         """Takes over what was learned of the workers' speeds."""
         speeds = self.attempts.speeds

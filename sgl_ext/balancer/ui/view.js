@@ -144,7 +144,6 @@ export class View {
         { head: "State", kind: "state", show: stateCell },
         { head: "Running", kind: "number", show: runningCell },
         { head: "Waiting", kind: "number extra", text: ({ waiting }) => count(waiting) },
-        { head: "Agents", kind: "text extra", text: agentsText },
         { head: "KV memory", kind: "meter", show: memoryCell },
         { head: "Hit rate", kind: "meter share", show: (cell, { hit_rate: share }) => shareCell(cell, share) },
       ],
@@ -290,12 +289,6 @@ function changeCell(cell, { kind, means, advice, versions }) {
   const sent = versions?.length ? ` (version ${versions.join(", ")})` : "";
   setText(cell.children[0], (means ?? kind) + sent);
   setText(cell.children[1], advice ? `Do: ${advice}.` : "");
-}
-
-function agentsText({ agents }) {
-  if (!agents) return UNKNOWN;
-  const told = [["computing", "compute"], ["calling", "run tools"], ["open", "answered"], ["talking", "wait for people"]];
-  return told.filter(([doing]) => agents[doing]).map(([doing, words]) => `${count(agents[doing])} ${words}`).join(", ") || "none";
 }
 
 function limitsText(limits) {

@@ -21,7 +21,6 @@ calls are left out of the answer.
 import os
 from typing import Any
 
-from scheduler.programs.gaps import MOST_NAME, MOST_TOOLS
 from sgl_ext.engine import sglang_api
 from sgl_ext.engine.answers.early_calls import without_tails
 from sgl_ext.engine.core.counters import counter
@@ -125,7 +124,7 @@ def parse_whole(original: Original, parser: Any, *args: Any, **kw: Any) -> Any:
         left = [call for call in calls if call.name in context.allowed_tools]
         counter("forbidden_calls_left_out").inc(len(calls) - len(left))
         calls = left
-    return text, _noted(_allowed(calls, [index > 0 for index in range(len(calls))]))
+    return text, _allowed(calls, [index > 0 for index in range(len(calls))])
 
 
 def _allowed_parts(parser: Any, calls: list[Any]) -> list[Any]:
@@ -133,13 +132,13 @@ def _allowed_parts(parser: Any, calls: list[Any]) -> list[Any]:
     calls = _allowed(calls, [call.tool_index > 0 for call in calls])
     context = current()
     if not calls or context is None or context.allowed_tools is None:
-        return _noted(calls)
+        return calls
     forbidden = parser.__dict__.setdefault("sgl_ext_forbidden", set())
     for call in calls:
         if call.name and call.name not in context.allowed_tools:
             forbidden.add(call.tool_index)
             counter("forbidden_calls_left_out").inc()
-    return _noted([call for call in calls if call.tool_index not in forbidden])
+    return [call for call in calls if call.tool_index not in forbidden]
 
 
 def _allowed(calls: list[Any], are_further: list[bool]) -> list[Any]:
@@ -150,15 +149,6 @@ def _allowed(calls: list[Any], are_further: list[bool]) -> list[Any]:
     further = [call for call, is_further in zip(calls, are_further, strict=True) if is_further]
     counter("parallel_calls_left_out").inc(sum(bool(call.name) for call in further))
     return [call for call, is_further in zip(calls, are_further, strict=True) if not is_further]
-
-
-def _noted(calls: list[Any]) -> list[Any]:
-    """These calls, whose tools are noted: the scheduler expects the agent back after them."""
-    context = current()
-    if context is not None:
-        room = MOST_TOOLS - len(context.called)
-        context.called += [call.name[:MOST_NAME] for call in calls if call.name][:room]
-    return calls
 
 
 def _takes_one(body: Any) -> bool:

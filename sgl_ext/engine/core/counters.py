@@ -50,7 +50,7 @@ COUNTERS: dict[str, tuple[str, ...]] = {
     "preempted_tokens": ("Tokens that preempted requests had generated.",),
     "recomputed_tokens": ("Tokens computed again after a preemption.",),
     "prefills_interrupted": ("Chunked prefills queued again for a more important request.",),
-    "promotions": ("Requests admitted at a higher step than their priority, by aging.",),
+    "promotions": ("Requests admitted after they had waited for aging-s or longer.",),
     "prefixes_awaited": ("Requests that waited for a prefix that another one computed.",),
     "host_tokens_computed": (
         "Prompt tokens that the host had, and that were computed as SGLang did not load them.",
@@ -98,19 +98,6 @@ COUNTERS: dict[str, tuple[str, ...]] = {
     "pins_spilled": ("Pins moved from the device to a locked copy in host memory.",),
     "pins_loaded": ("Pins moved back to the device after a request loaded their prefix.",),
     "spills_rejected": ("Pins that ended because they could not move to the host.", "reason"),
-    "agents_ended": (
-        "Agents that ended, by what showed it: final, single, parent, compacted.",
-        "how",
-    ),
-    "agents_compacted": (
-        "Requests whose prompt is what is left of their conversation's last one.",
-    ),
-    "agents_returned": ("Requests of agents that were away, by what they did meanwhile.", "after"),
-    "agents_gone": (
-        "Agents that did not come back, by what they did when they were last seen.",
-        "after",
-    ),
-    "answers_not_reported": ("Answers of which the scheduler did not learn what tools they call.",),
     "prompt_tokens_encoded": ("Prompt tokens, by whether they were tokenized or cached.", "source"),
     "token_cache_checks": ("Prompts tokenized whole as well, to check the token cache.",),
     "token_cache_disabled": ("Times that the token cache was disabled.", "reason"),

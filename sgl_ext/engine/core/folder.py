@@ -6,7 +6,7 @@ process that has verified its hooks, and the sockets between the HTTP process an
 
 import os
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -17,7 +17,6 @@ import zmq
 from sgl_ext.temporary_folder import ENGINE_FOLDERS, make_folder
 
 _FOLDER, _NAME = "SGLEXT_ENGINE_FOLDER", "SGLEXT_ENGINE_NAME"
-_MOST_ANSWERS = 1024
 
 
 def open_folder() -> None:
@@ -76,35 +75,20 @@ class Outbox:
         """Orders that these pins are given up, which takes a second or two."""
         self._socket.send(orjson.dumps({"unpin": prefixes}), zmq.NOBLOCK)
 
-    def answered(self, conversation: str, tools: Sequence[str], at_s: float) -> None:
-        """Says which tools the answer of a conversation calls, which was sent until this time."""
-        answer = {"conversation": conversation, "tools": tools, "at_s": at_s}
-        self._socket.send(orjson.dumps({"answer": answer}), zmq.NOBLOCK)
-
     def change(self, settings: Mapping[str, Any]) -> None:
         """Orders that these settings are in effect from the next iteration on."""
         self._socket.send(orjson.dumps({"settings": settings}), zmq.NOBLOCK)
 
 
-class Answered(NamedTuple):
-    """A conversation whose answer was sent, by its digest; the tools that it calls; and when."""
-
-    conversation: str
-    tools: tuple[str, ...]
-    at_s: float
-
-
 class Orders(NamedTuple):
-    """The prefixes to unpin, the settings that change, by their names, and the latest answers."""
+    """The prefixes to unpin, and the settings that change, by their names."""
 
     unpin: tuple[str, ...] = ()
     settings: Mapping[str, Any] = {}
-    answers: tuple[Answered, ...] = ()
 
     def and_then(self, later: "Orders") -> "Orders":
         """These orders and later ones."""
-        answers = (self.answers + later.answers)[-_MOST_ANSWERS:]
-        return Orders(self.unpin + later.unpin, {**self.settings, **later.settings}, answers)
+        return Orders(self.unpin + later.unpin, {**self.settings, **later.settings})
 
 
 class Inbox:
@@ -118,11 +102,8 @@ class Inbox:
         """What came since the last call."""
         names: list[str] = []
         settings: dict[str, Any] = {}
-        answers: list[Answered] = []
         while self._socket.poll(0):
             order = orjson.loads(self._socket.recv())
             names += order.get("unpin", ())
             settings |= order.get("settings", {})
-            if (one := order.get("answer")) is not None:
-                answers.append(Answered(one["conversation"], tuple(one["tools"]), one["at_s"]))
-        return Orders(tuple(names), settings, tuple(answers[-_MOST_ANSWERS:]))
+        return Orders(tuple(names), settings)

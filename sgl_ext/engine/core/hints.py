@@ -16,7 +16,6 @@ from sgl_ext.engine.core.folder import engine_name
 from sgl_ext.engine.core.request_context import RequestContext, conversation_name
 from sgl_ext.engine.core.slices import digest
 from sgl_ext.engine.sglang_http_types import GenerateReqInput, KvHintAction, KvHintsEnvelope
-from sgl_ext.requests.client_facts import NO_FACTS, ClientFacts, of_known
 
 _ACTION = "sgl_ext.hints"
 _HASH_BYTES = 16
@@ -31,8 +30,6 @@ class Hints(NamedTuple):
     is_demoted: whether the session's pins on this prompt are to end.
     output_tokens: the length of answer that the client expects, None if it does not say.
     conversation: its `digest`; "" if it is unknown.
-    brings_results: whether the request goes on after calls of tools.
-    facts: what the client says about itself: the class of the request, the agent, its tools' times.
     """
 
     hashes: Sequence[int]
@@ -49,8 +46,6 @@ class Hints(NamedTuple):
     queued_s: float = 0.0
     is_demoted: bool = False
     conversation: str = ""
-    brings_results: bool = False
-    facts: ClientFacts = NO_FACTS
 
 
 def attach(request: GenerateReqInput, context: RequestContext) -> None:
@@ -90,14 +85,13 @@ def _encode(context: RequestContext) -> KvHintAction:
         queued_s=context.queued_s,
         is_demoted=context.is_demoted,
         conversation=digest(conversation) if conversation else "",
-        brings_results=context.brings_results,
     )
     packed = b"".join([segment.to_bytes(_HASH_BYTES) for segment in hints.hashes])
     return sglang_api.KvHintAction(
         action_id=engine_name(),
         action_type=_ACTION,
         action_version="1",
-        payload=hints._asdict() | {"hashes": packed.hex(), "facts": context.facts.known()},
+        payload=hints._asdict() | {"hashes": packed.hex()},
     )
 
 
@@ -111,6 +105,5 @@ def decode_hints(envelope: KvHintsEnvelope | None) -> Hints | None:
             return hints._replace(
                 hashes=tuple([int.from_bytes(packed[s : s + _HASH_BYTES]) for s in starts]),
                 pins=tuple((tokens, ttl_s) for tokens, ttl_s in hints.pins),
-                facts=of_known(action.payload["facts"]),
             )
     return None

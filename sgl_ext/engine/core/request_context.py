@@ -51,7 +51,6 @@ class RequestContext:
     bootstrap: host, port and room through which a prefill engine hands its KV to a decode engine.
     rank: the data-parallel rank that the balancer chose; None: SGLang chooses.
     is_last: the client says that this is the conversation's last turn.
-    brings_results: whether the request goes on after calls of tools.
     is_demoted: the client wants the session's pins on this prompt to end.
     is_answer_reusable: whether the next turn's prompt continues with the answer as generated.
     are_hints_sent: whether a generation took the hints; later ones have another prompt.
@@ -71,7 +70,6 @@ class RequestContext:
     keeps_tools: whether tools that may not be called stay in the prompt.
     allowed_tools: the names that `tool_choice` allows; None: it has no list of them.
     calls: what `answers.tool_choice` finds out about the calls of the answer.
-    called: the names of the tools that the answer calls.
     """
 
     path: str = ""
@@ -90,7 +88,6 @@ class RequestContext:
     bootstrap: tuple[str, int, int] | None = None
     rank: int | None = None
     is_last: bool = False
-    brings_results: bool = False
     is_demoted: bool = False
     is_answer_reusable: bool = True
     pins: tuple[tuple[int, float], ...] = ()
@@ -113,7 +110,6 @@ class RequestContext:
     keeps_tools: bool = False
     allowed_tools: frozenset[str] | None = None
     calls: Any = None
-    called: list[str] = field(default_factory=list)
 
     @property
     def protocol(self) -> Protocol:

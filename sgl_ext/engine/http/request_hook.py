@@ -27,7 +27,6 @@ from sgl_ext.protocols.registry import of_path
 from sgl_ext.requests.cache_marks import Marks, read_marks
 from sgl_ext.requests.client_facts import read_client
 from sgl_ext.requests.default_hints import NO_DEFAULTS, DefaultHints, read_written
-from sgl_ext.requests.next_turn import brings_results
 from sgl_ext.requests.priority import read_importance
 from sgl_ext.requests.segments import Chain, read_chain, with_sorted_schemas, with_sorted_tools
 from sgl_ext.requests.session import (
@@ -141,7 +140,6 @@ def _read_context(extension: HttpExtension, request: Any, path: str, body: Any) 
         bootstrap=_read_bootstrap(headers),
         rank=extension.rank_of(headers.get(RANK_HEADER)),
         is_last=is_final(headers),
-        brings_results=brings_results(protocol, body),
         is_demoted=hints.demotes,
         pins=((WHOLE_PROMPT, marks.whole_ttl_s),) if marks.whole_ttl_s else (),
         conversation=session_key(headers, body, chain),

@@ -74,8 +74,7 @@ class EventPublisher:
         self._has_lost = False
         self._load: dict[str, int] = {}
         self._shares: dict[str, float] = {}
-        self._agents: dict[str, int] = {}
-        self._load_due_s = self._use_due_s = self._agents_due_s = 0.0
+        self._load_due_s = self._use_due_s = 0.0
         self._counted = {"event_sweeps_deferred": 0, "event_branches_dropped": 0}
         self.plan: NextBatchPlan | None = None
 
@@ -98,7 +97,6 @@ class EventPublisher:
             pinned = self._cache.pins.tokens if self._cache is not None else 0
             load = load_of(self._scheduler, self.plan, pinned, computed)
             lines = self._with_loads(lines, load)
-            load |= self._agent_counts(now_s)
             if self._is_pipeline:  # a plan is of one micro-batch, and several are in the pipeline
                 load["running"] = _in_flight(self._scheduler)
             if self._is_due(load, now_s, is_idle):
@@ -121,13 +119,6 @@ class EventPublisher:
         if now_s >= self._use_due_s or is_idle:
             return load != self._load
         return load != self._load | {"used_tokens": load["used_tokens"]}
-
-    def _agent_counts(self, now_s: float) -> dict[str, int]:
-        """What agents do, counted at most once a second."""
-        if self._cache is not None and now_s >= self._agents_due_s:
-            self._agents_due_s = now_s + _USE_INTERVAL_S
-            self._agents = self._cache.agents.counts()
-        return self._agents
 
     def _with_loads(
         self, lines: list[dict[str, Any]], load: dict[str, int]

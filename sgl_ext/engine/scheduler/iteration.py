@@ -13,7 +13,7 @@ from typing import Any
 
 from scheduler.load_cost import PRIOR
 from sgl_ext.engine.arguments import in_effect
-from sgl_ext.engine.core.folder import Answered, Orders
+from sgl_ext.engine.core.folder import Orders
 from sgl_ext.engine.scheduler import slice_gate
 from sgl_ext.engine.scheduler.event_publisher import EventChannel, EventPublisher
 from sgl_ext.engine.scheduler.nodes import clock_s
@@ -27,14 +27,14 @@ _logger = logging.getLogger(__name__)
 @dataclass(frozen=True, slots=True)
 class Order:
     """An order that all ranks carry out in the same iteration: time goes on to `now_s`, the pins of
-    the prefixes in `unpin` are given up, `settings` are in effect, `answers` were sent, and a token
-    that the host loads costs `load_share` of a computed one."""
+    the prefixes in `unpin` are given up, `settings` are in effect, a token that the host loads
+    costs `load_share` of a computed one, and that one takes `token_s`."""
 
     now_s: float
     unpin: tuple[str, ...] = ()
     settings: Mapping[str, Any] = field(default_factory=dict)
-    answers: tuple[Answered, ...] = ()
     load_share: float = PRIOR
+    token_s: float = 0.0
 
 
 def send_orders(aborts: list[Any], scheduler: Scheduler) -> list[Any]:
@@ -51,15 +51,16 @@ def send_orders(aborts: list[Any], scheduler: Scheduler) -> list[Any]:
     if extension.is_entry_rank:
         extension.wanted = extension.wanted.and_then(extension.orders.take())
     wanted = extension.wanted
-    now_s, share = clock_s(), cache.loads.cost.share
+    now_s, cost = clock_s(), cache.loads.cost
+    costs = cost.share, cost.token_s
     is_due = now_s >= pins.now_s + TICK_S and (
         len(pins.pins)
-        or share != extension.load_share
+        or costs != (extension.load_share, extension.token_s)
         or scheduler.waiting_queue
         or not scheduler.running_batch.is_empty()
     )
-    is_wanted = wanted.unpin or wanted.settings or wanted.answers
-    return [*aborts, Order(now_s, *wanted, load_share=share)] if is_due or is_wanted else aborts
+    is_wanted = wanted.unpin or wanted.settings
+    return [*aborts, Order(now_s, *wanted, *costs)] if is_due or is_wanted else aborts
 
 
 def take_orders(
@@ -79,9 +80,7 @@ def take_orders(
             pins.advance(order.now_s)
             pins.release_named(order.unpin)
             extension.change(order.settings)
-            if order.answers and extension.cache is not None:
-                extension.cache.agents.answered(order.answers)
-            extension.load_share = order.load_share
+            extension.load_share, extension.token_s = order.load_share, order.token_s
     original(scheduler, slice_gate.slices_last(extension, requests))
     slice_gate.reject_slices(extension, scheduler)
 
@@ -108,7 +107,7 @@ def publish_events(
     notes what its prompts took."""
     original(scheduler, batch, *args, **kw)
     cache = extension_of(scheduler.tree_cache).cache
-    if cache is not None and cache.cache_controller is not None:
+    if cache is not None:
         cache.loads.computed(scheduler, batch)
     publisher = _publisher(scheduler)
     if publisher is not None:

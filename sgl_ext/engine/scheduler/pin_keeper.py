@@ -69,10 +69,6 @@ class PinKeeper:
         """The tokens that pins hold on the device; a token of several pins counts once."""
         return self.pins.device.tokens
 
-    def nodes(self) -> frozenset[Any]:
-        """The nodes of the tree at which pins on the device end."""
-        return frozenset(pin.label.node for pin in self.pins.device)
-
     def advance(self, now_s: float) -> None:
         """Sets the clock, on every rank alike, and ends the leases that expire, a bounded number in
         a call: a batch's output may wait for this."""
@@ -100,7 +96,6 @@ class PinKeeper:
                 self._release_own(hints, self.pins.prefixes_of(space, key), "demoted")
             for pin in self.pins.hit(space, key, self.now_s, req.cached_tokens):
                 pin.label.is_shared |= pin.session != hints.session
-                pin.label.used_by(hints.conversation)
                 self._count("pins_read")
                 self._note(pin.prefix, pin)
         for pin in self.pins.host.prefixes_of(space, key, resident):
@@ -149,12 +144,11 @@ class PinKeeper:
         pin = granted.pin
         if pin is not None and granted.is_new:
             segment = _segment_before(hints, tokens, len(req.origin_input_ids))
-            pin.label = PinLock(node, segment, conversation=hints.conversation)
+            pin.label = PinLock(node, segment)
             if not self._hold(pin, moves):
                 pin, reason = None, _NO_HOST_MEMORY
         elif pin is not None:
             pin.label.is_shared |= pin.session != hints.session
-            pin.label.used_by(hints.conversation)
         if pin is None:
             self._count("pins_rejected", reason)
             return
@@ -175,12 +169,6 @@ class PinKeeper:
         """A client ended its session: gives up the pins that no other session has used."""
         if hints.session:
             self._release_own(hints, self.pins.of_session(hints.session), "ended")
-
-    def end_agents(self, conversations: Iterable[str]) -> None:
-        """Gives up the pins that only conversations of these digests have used: their agents have
-        ended."""
-        ended = frozenset(conversations) - {""}
-        self.release([pin for pin in self.pins if pin.label.conversation in ended], "ended")
 
     def _release_own(self, hints: Hints, pins: Iterable[Pin], why: str) -> None:
         """Gives up those of these pins that no other session, and no other tenant, has used."""

@@ -1,15 +1,15 @@
 """Priority: the order of the scheduler's queue, and which requests may pass one that does not fit.
 
 `scheduler.order` decides. SGLang sorts by priority and arrival; the extension also ages requests
-that wait, and within a priority step takes the cheapest first: a token that is computed costs 1,
-one that is loaded from the host a measured share, and one on the device nothing. All ranks must
+that wait, and otherwise takes the cheapest first: a token that is computed costs 1, one that is
+loaded from the host a measured share, and one on the device nothing. All ranks must
 decide alike, so waits are measured by the requests' timestamps and the entry rank's clock
 (`sgl_ext.engine.scheduler.iteration`).
 """
 
 from typing import Any
 
-from scheduler.order import Waiting, in_order, step
+from scheduler.order import Waiting, in_order, step, window_of
 from sgl_ext.engine import sglang_api
 from sgl_ext.engine.arguments import in_effect
 from sgl_ext.engine.scheduler.state import Admission, SchedulerExtension, extension_of, state_of
@@ -40,8 +40,6 @@ def order_queue(
     extension.passed = 0
     extension.adder = None
     pins = extension.pins
-    if extension.cache is not None:
-        extension.cache.agents.queued(queue)
     if len(queue) > 1 and pins is not None and _orders_by_priority(policy):
         now_s = pins.now_s
         if not policy.tree_cache.supports_fast_match_prefix():  # else SGLang has matched them
@@ -49,7 +47,9 @@ def order_queue(
                 _match(policy.tree_cache, req, now_s)
         waiting = [_waiting(req, now_s, extension.load_share) for req in queue]
         served, aging_s = extension.served.at(now_s), extension.settings.aging_s
-        order = in_order(waiting, now_s, aging_s, served, extension.weights)
+        waiting_s = extension.token_s * sum(one.cost_tokens for one in waiting)
+        window_s = window_of(waiting_s, aging_s)
+        order = in_order(waiting, now_s, aging_s, served, extension.weights, window_s)
         queue[:] = [queue[index] for index in order]
     extension.first_waiting = queue[0] if queue else None
 

@@ -21,7 +21,6 @@ from sgl_ext.engine.arguments import in_effect
 from sgl_ext.engine.core.hints import Hints
 from sgl_ext.engine.core.slices import conversation_of, is_guess, is_slice
 from sgl_ext.engine.scheduler import first_token, state
-from sgl_ext.engine.scheduler.agents import Agents
 from sgl_ext.engine.scheduler.pin_keeper import PinKeeper
 from sgl_ext.engine.scheduler.pin_pressure import PinPressure
 from sgl_ext.engine.scheduler.state import extension_of, is_plain, state_of
@@ -81,7 +80,6 @@ class ExtendedRadixCache(LoadingCache):
 
     residency: the resident segments; None on ranks that do not publish them.
     pins: the pinned prefixes. pressure: what live requests take of them.
-    agents: whose prefixes are evicted first.
     """
 
     def __init__(self, params: CacheInitParams) -> None:
@@ -99,13 +97,10 @@ class ExtendedRadixCache(LoadingCache):
             owner_share=share,
             owner_shares=shares,
             page=params.page_size,
-            is_wanted=lambda pin: self.agents.is_wanted(pin),
         )
         lookahead = int(params.is_eagle)
         self.pins = PinKeeper(self, pins, params.page_size, is_entry_rank, lookahead)
         self.pressure = PinPressure(self, self.pins)
-        policy = EngineSettings.from_environment().agent_eviction
-        self.agents = Agents(self, policy, is_entry_rank)
         super().__init__(params)
 
     def init_hicache(self, server_args: Any, params: CacheInitParams) -> None:
@@ -183,8 +178,6 @@ class ExtendedRadixCache(LoadingCache):
             if tier is not None and now.cached_before < req.kv.cache_inserted_len:
                 tier.note(self.residency.chain(hints.hashes), self.tree_core, req.last_node)
         self.pins.prompt_stored(req, hints, req.kv.cache_protected_len)
-        if req.finished():
-            self.agents.stored(req, hints, now.priority)
         if hints.is_last and req.finished():
             self.pins.end_session(hints)
 
@@ -277,8 +270,7 @@ class ExtendedRadixCache(LoadingCache):
         """
         wanted = (params.num_tokens, params.swa_num_tokens, params.mamba_num)
         goals = list(map(add, self._free(wanted), wanted))
-        with self.agents.sparing(wanted[0]) as has_spared:
-            total = evict(params)
+        total = evict(params)
 
         def missing() -> list[int]:
             evicted = (
@@ -301,8 +293,6 @@ class ExtendedRadixCache(LoadingCache):
 
         if self.pins.tokens:
             self.pressure.make_room(is_enough)
-        elif has_spared:
-            is_enough()  # what may go was too little: requests hold some of it
         if self.residency is not None and total.num_tokens_evicted > 0:
             self.residency.evicted()
         return total
@@ -324,7 +314,6 @@ class ExtendedRadixCache(LoadingCache):
         self._evicted_first.clear()
         self._computed_ahead.clear()
         self.pins.forget_all()
-        self.agents.forget_all()
         if self.residency is not None:
             self.residency.clear()
 

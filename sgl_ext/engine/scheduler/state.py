@@ -46,8 +46,9 @@ class SchedulerExtension:
     is_prefix_awaited: whether a request has waited for a prefix since the last attempt.
     prefilled_prompt: the prompt of the last slice that was sent whole, by its name.
     are_slices_expected: whether slices that are prefilled ahead may be in the queue.
-    load_share: what a token costs that the host loads, as a share of a computed one; measured, and
-        the same on all ranks.
+    load_share: what a token costs that the host loads, as a share of a computed one.
+    token_s: how long a token is computed; 0.0 if unknown. Both are measured, and the same on all
+        ranks.
     wanted: on the entry rank, the orders of the HTTP process that are not carried out yet.
     """
 
@@ -67,7 +68,7 @@ class SchedulerExtension:
         self.is_prefix_awaited = False
         self.prefilled_prompt: tuple[str, array[int]] | None = None
         self.are_slices_expected = False
-        self.load_share = PRIOR
+        self.load_share, self.token_s = PRIOR, 0.0
         self.wanted = Orders()
 
     @property
@@ -96,7 +97,6 @@ class SchedulerExtension:
         self.last_try = None
         if self.cache is not None:
             self.cache.limit_pins(self.settings)
-            self.cache.agents.policy = self.settings.agent_eviction
 
     def count(self, name: str, amount: float = 1) -> None:
         """Counts, once for an engine, what every rank of it does."""
@@ -159,7 +159,6 @@ class RequestState:
         the last one.
     marks_seen: how many of its marked prefixes were in the tree; None before its first one.
     is_slice_checked: whether a prefill slice was allowed or rejected.
-    is_agent_noted: whether it is known that the request's agent is back.
     """
 
     hints: Hints | None
@@ -172,7 +171,6 @@ class RequestState:
     computed_tokens: int = 0
     marks_seen: int | None = None
     is_slice_checked: bool = False
-    is_agent_noted: bool = False
 
     def arrived_s(self, now_s: float) -> float:
         """When the request arrived at the balancer, so that its aging goes on in the engine.

@@ -26,7 +26,6 @@ class PinLock:
     lock: of the prefix on the device; None while it is not locked there.
     copy: the lock of its host copy; None while it has none.
     is_shared: whether more than one session has used it.
-    conversation: the only one that has used it, by its digest; "" if there are several.
     """
 
     node: Any
@@ -34,12 +33,6 @@ class PinLock:
     lock: Any = None
     copy: HostLock | None = None
     is_shared: bool = False
-    conversation: str = ""
-
-    def used_by(self, conversation: str) -> None:
-        """Notes a conversation that uses it."""
-        if conversation != self.conversation:
-            self.conversation = ""
 
     @property
     def tier(self) -> Tier:

@@ -279,6 +279,24 @@ def test_a_long_prompt_that_is_cached_costs_less_than_a_short_new_one() -> None:
     assert short.attempt is None
 
 
+@pytest.mark.parametrize("tokens_per_s", [0, 100_000, 100])
+def test_the_more_there_is_to_compute_the_longer_the_cheapest_go_first(tokens_per_s: int) -> None:
+    queue = Queue(urls=["http://a"])
+    for seconds in (1, 2) if tokens_per_s else ():
+        done = {"prefill_tokens": tokens_per_s * seconds, "prefill_ms": 1000 * seconds}
+        queue.report(queue.workers.all[0], **done)
+    running = queue.fill()
+    dear = queue.arrive(queue.read("Hello " * 1000))
+    queue.clock.now_s += 15
+    cheap = queue.arrive()
+    landed(queue, running[0])
+    is_slow = tokens_per_s == 100
+    assert (dear.attempt is None, cheap.attempt is None) == (is_slow, not is_slow)
+    queue.clock.now_s += 30
+    landed(queue, running[1])
+    assert dear.attempt is not None, "no longer than half of the longest wait"
+
+
 def test_after_a_while_a_session_goes_to_any_worker_with_capacity() -> None:
     queue = Queue()
     home, turn, _ = homed(queue)

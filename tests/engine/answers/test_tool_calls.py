@@ -14,10 +14,8 @@ from sgl_ext.engine.answers.tool_calls import (
     forward_unknown_tools,
     hold_space,
     parse_chunk,
-    parse_whole,
     release_space,
 )
-from sgl_ext.engine.core.request_context import RequestContext, entered
 
 DECLARED = ("look", "write", "read")
 CALLS = [
@@ -94,16 +92,6 @@ def test_text_and_calls_arrive_complete_however_the_stream_is_cut(places: set[in
 
 def test_a_whole_answer_may_come_in_one_chunk() -> None:
     assert heard([WHOLE]) == (SAID.rstrip(), CALLS)
-
-
-@pytest.mark.parametrize("is_stream", [True, False])
-def test_the_tools_that_an_answer_calls_are_noted_once_each_call(is_stream: bool) -> None:
-    with entered(context := RequestContext("/v1/chat/completions", {})):
-        if is_stream:
-            heard(cut(WHOLE, {40, 90}))
-        else:
-            parse_whole(lambda stream, text: stream.parse_non_stream(text), parser(), WHOLE)
-    assert context.called == [name for name, _ in CALLS]
 
 
 def test_a_whole_answer_is_the_same() -> None:

@@ -273,7 +273,6 @@ class Cache:
         self.cache_controller: Any = None
         self.host_tokens = 0
         self.loads = Loads()
-        self.agents: Any = SimpleNamespace(counts=dict)
 
     def match_until(self, _: Any, tokens: int) -> tuple[int, int]:
         return tokens, 1

@@ -18,7 +18,6 @@ from sgl_ext.engine.core.hints import decode_hints
 from sgl_ext.engine.core.request_context import WHOLE_PROMPT, RequestContext, current, enter
 from sgl_ext.engine.http.generation_hook import send_hints
 from sgl_ext.requests.cache_marks import NO_MARKS
-from sgl_ext.requests.client_facts import ClientFacts
 from sgl_ext.requests.priority import Importance
 from sgl_ext.requests.segments import Chain
 
@@ -153,23 +152,6 @@ def test_a_wait_in_the_balancer_is_carried_also_without_a_chain() -> None:
     assert found.queued_s == 12.5
 
 
-def test_what_the_client_says_about_itself_reaches_the_scheduler() -> None:
-    facts = ClientFacts(
-        "claude-code",
-        request_class="subagent",
-        agent_id="a1",
-        agent_type="Explore",
-        prev_tool_durations_ms=(("Bash", 34), ("Bash", 7)),
-        is_subagent=True,
-        ignored=("cc_version",),
-    )
-    generation = request()
-    in_a_request(generation, facts=facts)
-    found = decode_hints(convert(to_builtins(generation.kv_hints), type(generation.kv_hints)))
-    assert found is not None
-    assert found.facts == facts
-
-
 def test_an_empty_chain_is_not_carried() -> None:
     generation = request()
     in_a_request(generation, chain=Chain())
@@ -181,7 +163,7 @@ def test_pins_and_their_owner_are_carried_also_without_a_chain() -> None:
     pins = ((7, 300.0), (WHOLE_PROMPT, 30.0))
     before_s = time.monotonic()
     in_a_request(generation, chain=Chain(), pins=pins, owner="a", session="s", is_last=True)
-    found = decode_hints(generation.kv_hints)
+    found = decode_hints(convert(to_builtins(generation.kv_hints), type(generation.kv_hints)))
     assert found is not None
     assert (found.pins, found.owner, found.session) == (pins, "a", "s")
     assert (found.is_reusable, found.is_last, found.is_answer_reusable) == (True, True, True)

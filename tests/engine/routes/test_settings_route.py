@@ -62,7 +62,6 @@ class Pins:
 
     def __init__(self) -> None:
         self.budget = 1.0
-        self.agents = SimpleNamespace(policy="off")
 
     def limit_pins(self, settings: EngineSettings) -> None:
         self.budget = settings.pin_budget
@@ -80,7 +79,6 @@ _READ_BY = {
     "pin_ttl_s": HTTP,
     "pin_max_ttl_s": HTTP,
     "pin_unmarked_ttl_s": HTTP,
-    "agent_eviction": SCHEDULER,
     "preemption_grace_s": SCHEDULER,
     "prefill_ahead": HTTP,
     "prefill_ahead_slice_tokens": HTTP,
@@ -96,7 +94,6 @@ _OTHER: dict[str, Any] = {
     "pin_ttl_s": 20.0,
     "pin_max_ttl_s": 40.0,
     "pin_unmarked_ttl_s": 10.0,
-    "agent_eviction": "ended",
     "preemption_grace_s": 1.0,
     "prefill_ahead": "hinted",
     "prefill_ahead_slice_tokens": 64,
@@ -141,7 +138,6 @@ def test_the_scheduler_uses_what_was_changed() -> None:
             assert getattr(extension.settings, name) == _OTHER[name]
     assert extension.weights == {"people": 3.0}
     assert cache.budget == 0.1
-    assert cache.agents.policy == "ended"
 
 
 def test_an_older_version_changes_nothing(served: Served) -> None:

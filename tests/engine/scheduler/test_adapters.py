@@ -25,9 +25,8 @@ class Scheduler:
 
     def __init__(self, running: list[Any]) -> None:
         pins = SimpleNamespace(now_s=0.0, tokens=0)
-        agents = SimpleNamespace(queued=lambda queue: None)
         self.tree_cache: Any = SimpleNamespace(
-            pins=pins, agents=agents, pressure=None, supports_mamba=lambda: False
+            pins=pins, pressure=None, supports_mamba=lambda: False
         )
         self.batch = SimpleNamespace(reqs=running)
         policy: Any = SimpleNamespace(tree_cache=self.tree_cache, enable_priority_scheduling=False)

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from scheduler.load_cost import PRIOR
-from sgl_ext.engine.core.folder import Answered, Orders
+from sgl_ext.engine.core.folder import Orders
 from sgl_ext.engine.scheduler import iteration
 from sgl_ext.engine.scheduler.event_publisher import EventPublisher
 from sgl_ext.engine.scheduler.state import extension_of
@@ -27,7 +27,7 @@ class Batch(SimpleNamespace):
 
     def __init__(self, is_prefill: bool) -> None:
         mode = SimpleNamespace(is_extend=lambda: is_prefill, is_decode=lambda: not is_prefill)
-        req = SimpleNamespace(finished=lambda: False)
+        req = SimpleNamespace(finished=lambda: False, host_loaded_length=0)
         super().__init__(forward_mode=mode, reqs=[req], extend_num_tokens=5)
 
     def copy(self) -> Batch:
@@ -168,17 +168,7 @@ def test_orders_survive_polls_that_are_skipped(scheduler: Any) -> None:
     assert done == [("a", "b"), {"x": 1, "y": 2}], "no order is carried out twice"
 
 
-def test_all_ranks_learn_from_an_order_what_answers_call(scheduler: Any) -> None:
-    learned: list[Any] = []
-    scheduler.tree_cache.agents = SimpleNamespace(answered=learned.extend)
-    extension_of(scheduler.tree_cache).change = lambda _: None
-    one, other = Answered("a", ("Bash",), 1.0), Answered("b", (), 2.0)
-    ingest(scheduler, Orders(answers=(one,)), receives=False)
-    ingest(scheduler, Orders(answers=(other,)), receives=True)
-    assert learned == [one, other]
-
-
-def test_all_ranks_take_a_measured_share_from_an_order(
+def test_all_ranks_take_what_was_measured_from_an_order(
     scheduler: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Also those of an idle engine, which has no other reason to send one."""
@@ -191,4 +181,8 @@ def test_all_ranks_take_a_measured_share_from_an_order(
     assert extension.load_share == PRIOR, "a rank does not decide by what it measured itself"
     ingest(scheduler, none, receives=True)
     assert extension.load_share == 0.25
+    assert iteration.send_orders([], scheduler) == []
+    scheduler.tree_cache.loads.cost.token_s = 0.002
+    ingest(scheduler, none, receives=True)
+    assert (extension.load_share, extension.token_s) == (0.25, 0.002)
     assert iteration.send_orders([], scheduler) == []

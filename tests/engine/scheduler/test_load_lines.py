@@ -44,7 +44,6 @@ def test_a_shared_tier_is_named_first_and_what_reads_cost_when_that_changes(
         residency=SimpleNamespace(host=object(), changed=False, deferred=0, forgotten=0),
         sgl_ext=SimpleNamespace(load_share=0.1),
         host_tokens=500,
-        agents=SimpleNamespace(counts=dict),
         sweep=lambda steps: None,
     )
     load, sent = {"running": 1, "pending_tokens": 0, "used_tokens": 9}, list[dict[str, Any]]()
@@ -66,22 +65,3 @@ def test_a_shared_tier_is_named_first_and_what_reads_cost_when_that_changes(
     assert (first["load_share"], first["shared_share"]) == (0.1, 0.3)
     assert (second["load_share"], second["shared_share"]) == (0.1, 0.2)
     assert first["load"]["host_capacity_tokens"] == 500
-
-
-def test_a_load_says_what_agents_do_as_of_a_second_ago(monkeypatch: pytest.MonkeyPatch) -> None:
-    counts = {"agents_calling": 1}
-    cache: Any = SimpleNamespace(
-        cache_controller=None,
-        pins=SimpleNamespace(tokens=0, changed={}),
-        residency=None,
-        agents=SimpleNamespace(counts=counts.copy),
-    )
-    sent = list[dict[str, Any]]()
-    monkeypatch.setattr(event_publisher, "load_of", lambda *_: {"running": 1, "used_tokens": 9})
-    channel: Any = SimpleNamespace(send=lambda line: sent.append(line) or True)
-    publisher = EventPublisher(SimpleNamespace(waiting_queue=[]), cache, channel)
-    publisher.plan = SimpleNamespace(batch_to_run=None)
-    for now_s in (0.0, 0.5, 1.5):
-        publisher.publish(now_s)
-        counts["agents_calling"] = 2
-    assert [line["load"]["agents_calling"] for line in sent] == [1, 2]

@@ -27,14 +27,16 @@ def request(owner: str, importance: int = 0, queued_s: float = 0.0) -> SimpleNam
     )
 
 
-def ordered(queue: list[Any], *tenants: Tenant, now_s: float = 0.0) -> list[Any]:
-    """The queue as the hook leaves it."""
+def ordered(
+    queue: list[Any], *tenants: Tenant, now_s: float = 0.0, token_s: float = 0.0
+) -> list[Any]:
+    """The queue as the hook leaves it. token_s: how long a token is computed."""
     cache: Any = SimpleNamespace(
         pins=SimpleNamespace(now_s=now_s),
-        agents=SimpleNamespace(queued=lambda _: None),
         supports_fast_match_prefix=lambda: True,
     )
     extension_of(cache).settings = EngineSettings(tenants=tenants)
+    extension_of(cache).token_s = token_s
     policy: Any = SimpleNamespace(
         tree_cache=cache,
         enable_priority_scheduling=True,
@@ -90,6 +92,15 @@ def test_without_weights_tenants_have_turns_alike() -> None:
 def test_a_weight_moves_no_request_over_a_step() -> None:
     queue = [request("people"), request("other", importance=1)]
     assert owners(ordered(queue, Tenant("people", 0, 1000)))[0] == "other"
+
+
+def test_what_waits_decides_for_how_long_the_cheapest_go_first() -> None:
+    """As long as much is to be computed, the age of a dear request lets it pass no cheap ones."""
+    cold, cached = request("one", queued_s=15.0), request("one")
+    cached.num_matched_prefix_tokens = 90
+    assert ordered([cold, cached]) == [cold, cached]
+    assert ordered([cold, cached], token_s=0.05) == [cached, cold], "a window is 22 s"
+    assert ordered([cold, cached], token_s=0.03) == [cold, cached], "a window is 13 s"
 
 
 def test_a_wait_in_the_balancer_counts_as_a_wait_in_the_engine() -> None:

@@ -15,38 +15,17 @@ from scheduler.programs.gaps import (
     MOST_ROUNDS,
     MOST_TOOLS,
     Gaps,
-    rest,
     rounds,
 )
-from scheduler.programs.habits import OPEN, PERSON, Habits
+from scheduler.programs.habits import Habits
 
 TIMES = st.floats(0, 2 * LONGEST_S)
 
 
-def noted(habits: Habits, tool: str, *gaps_s: float, agent: str = "a") -> Habits:
+def noted(gaps: Gaps, tool: str, *gaps_s: float, agent: str = "a") -> Gaps:
     for gap_s in gaps_s:
-        habits.gaps.note(agent, (tool,), gap_s, {})
-    return habits
-
-
-def test_the_rest_of_a_gap_is_read_from_longer_ones() -> None:
-    gaps = [1.0, 2.0, 4.0, 8.0, 100.0]
-    assert rest(gaps, 0.0).soon_s == 4.0
-    assert rest(gaps, 3.0).soon_s == 5.0
-    assert rest(gaps, 3.0).late_s == 97.0
-
-
-@given(st.lists(TIMES, min_size=1, max_size=40), TIMES, TIMES)
-def test_the_longer_an_agent_is_away_the_fewer_gaps_are_longer(
-    gaps: list[float], one_s: float, other_s: float
-) -> None:
-    early, late = (rest(gaps, passed_s) for passed_s in sorted((one_s, other_s)))
-    assert 0 < late.share <= early.share < 1
-    assert 0 <= early.soon_s <= early.late_s
-
-
-def test_a_gap_that_outlasts_all_others_may_last_as_long_again() -> None:
-    assert rest([1.0, 2.0], 30.0).soon_s == 30.0
+        gaps.note(agent, (tool,), gap_s, {})
+    return gaps
 
 
 @given(st.lists(st.floats(0, 2000), max_size=40))
@@ -72,39 +51,33 @@ def test_gaps_too_short_to_lose_anything_have_no_round() -> None:
     assert rounds([0.05, 0.2, 0.9]) == ()
 
 
-def test_each_tool_has_its_own_gaps_and_a_person_has_others() -> None:
-    habits = noted(noted(Habits(), "Read", *[0.1] * 4), "Bash", *[20.0] * 4)
-    assert habits.absence("b", ("Read",), 0.0).soon_s == 0.1
-    assert habits.absence("b", ("Bash",), 0.0).soon_s == 20.0
-    unknown = habits.absence("b", ("Grep",), 0.0).soon_s
-    assert unknown < habits.absence("b", (PERSON,), 0.0).soon_s
-
-
-def test_an_agent_waits_for_the_longest_of_its_tools() -> None:
-    habits = noted(noted(Habits(), "Read", *[0.1] * 4), "Bash", *[20.0] * 4)
-    assert habits.absence("b", ("Read", "Bash"), 0.0) == habits.absence("b", ("Bash",), 0.0)
+def test_each_tool_has_its_own_gaps() -> None:
+    gaps = noted(noted(Gaps(), "Read", *[0.1] * 4), "Bash", *[20.0] * 4)
+    assert gaps.of("b", "Read") == (0.1,) * 4
+    assert gaps.of("b", "Bash") == (20.0,) * 4
+    assert gaps.of("b", "Grep") == ()
 
 
 def test_an_agents_own_gaps_count_more_than_those_of_others() -> None:
-    habits = noted(noted(Habits(), "Bash", *[1.0] * 20), "Bash", *[60.0] * 4, agent="slow")
-    assert habits.absence("slow", ("Bash",), 0.0).soon_s == 60.0
-    assert habits.absence("another", ("Bash",), 0.0).soon_s == 1.0
+    gaps = noted(noted(Gaps(), "Bash", *[1.0] * 20), "Bash", *[60.0] * 4, agent="slow")
+    assert {*gaps.of("slow", "Bash")} == {60.0}
+    assert 1.0 in gaps.of("another", "Bash")
 
 
 def test_what_a_client_states_tells_tools_apart_that_ran_side_by_side() -> None:
-    habits = Habits()
+    gaps = Gaps()
     for _ in range(4):
-        habits.gaps.note("a", ("Read", "Bash"), 9.0, {"Read": 0.2, "Bash": 8.5})
-    assert habits.absence("a", ("Read",), 0.0).soon_s == 0.2
-    assert habits.absence("a", ("Bash",), 0.0).soon_s == 9.0
+        gaps.note("a", ("Read", "Bash"), 9.0, {"Read": 0.2, "Bash": 8.5})
+    assert {*gaps.of("a", "Read")} == {0.2}
+    assert {*gaps.of("a", "Bash")} == {9.0}
 
 
 @pytest.mark.parametrize("stated_s", [-5.0, 1e9, 0.0])
 def test_no_tool_ran_longer_than_the_gap(stated_s: float) -> None:
-    habits = Habits()
+    gaps = Gaps()
     for _ in range(4):
-        habits.gaps.note("a", ("Read", "Bash"), 3.0, {"Read": stated_s, "Bash": 3.0})
-    assert 0.0 <= habits.absence("a", ("Read",), 0.0).soon_s <= 3.0
+        gaps.note("a", ("Read", "Bash"), 3.0, {"Read": stated_s, "Bash": 3.0})
+    assert all(0.0 <= gap_s <= 3.0 for gap_s in gaps.of("a", "Read"))
 
 
 @given(
@@ -121,16 +94,33 @@ def test_no_tool_ran_longer_than_the_gap(stated_s: float) -> None:
 def test_whatever_clients_state_the_table_is_bounded(
     steps: list[tuple[str, list[str], float, dict[str, float]]],
 ) -> None:
-    habits = Habits()
-    habits.gaps = Gaps(limit=8)
+    gaps = Gaps(limit=8)
     for agent, tools, gap_s, stated_s in steps:
-        habits.gaps.note(agent, tools, gap_s, stated_s)
-        assert len(habits.gaps) <= 8
-        found = habits.absence(agent, tools[:MOST_TOOLS], 1.0)
-        assert 0 < found.share < 1
-        assert 0 <= found.soon_s <= found.late_s <= 10 * LONGEST_S
+        gaps.note(agent, tools, gap_s, stated_s)
+        assert len(gaps) <= 8
+        found = [each_s for tool in tools for each_s in gaps.of(agent, tool)]
+        assert all(0 <= each_s <= LONGEST_S for each_s in found)
 
 
-def test_nothing_called_is_an_open_gap() -> None:
+@given(st.lists(TIMES, max_size=60))
+def test_an_agents_next_gap_is_read_from_those_before(gaps_s: list[float]) -> None:
     habits = Habits()
-    assert habits.absence("a", (), 0.0) == habits.absence("a", (OPEN,), 0.0)
+    for gap_s in gaps_s:
+        habits.note_gap("a", gap_s)
+    found = habits.absence("a")
+    assert 0 <= found.soon_s <= found.late_s <= LONGEST_S
+    latest = [min(gap_s, LONGEST_S) for gap_s in gaps_s[-32:]]
+    if len(latest) >= 4:
+        assert sum(gap_s <= found.soon_s for gap_s in latest) >= len(latest) / 2
+        assert sum(gap_s <= found.late_s for gap_s in latest) >= len(latest) * 0.9
+
+
+def test_the_share_that_comes_back_follows_what_came_back_lately() -> None:
+    habits = Habits()
+    assert habits.share_back == 0.0
+    for _ in range(200):
+        habits.note(is_back=True)
+    assert habits.share_back > 0.95
+    for _ in range(200):
+        habits.note(is_back=False)
+    assert habits.share_back < 0.3
