@@ -30,8 +30,8 @@ The run is not valid unless the tokens of live agents really exceed the memory b
 tokens that the engines counted, and stock SGLang computes prompts again for that reason.
 
 With --ablation all arms are ours, with parts switched off: `not_held` (`agent-hold-s 0`),
-`short_window`, whose queues let the cheapest go first for 10 s at most, however much waits, and
-`neither`. `marked` is ours where each prompt is pinned for 300 s, as the prompts of a client are
+and `short_window`, whose queues let the cheapest go first for 10 s at most, however much waits.
+`marked` is ours where each prompt is pinned for 300 s, as the prompts of a client are
 that marks them all.
 """
 
@@ -85,9 +85,9 @@ class Amount:
 
 
 PLANS: dict[Size, Amount] = {
-    "full": Amount(4, 40, 20),
-    "quick": Amount(2, 10, 10, Shape(calls=4, scale=1 / 10, pace=5.0)),
-    "brief": Amount(1, 10, 10, Shape(calls=4, scale=1 / 10, pace=5.0)),
+    "full": Amount(3, 24, 16, Shape(calls=6, scale=1 / 10, pace=5.0)),
+    "quick": Amount(2, 12, 12, Shape(calls=4, scale=1 / 16, pace=6.0)),
+    "brief": Amount(1, 12, 12, Shape(calls=4, scale=1 / 16, pace=6.0)),
     "smallest": Amount(1, 10, 10, Shape(calls=4, scale=1 / 80, pace=40.0)),
 }
 
@@ -122,7 +122,6 @@ ARMS = {
 ABLATION = {
     "not_held": _ours(_FREE),
     "short_window": _ours(_SHORT, aging_s=_SHORT_S),
-    "neither": _ours((*_FREE, *_SHORT), aging_s=_SHORT_S),
     "marked": _ours(ttl_s=_FIXED_TTL_S),
     "ours": _ours(),
 }

@@ -2,17 +2,18 @@
 
     python -m bench.held_agents [--quick] [--engines 4]
 
-The balancer's own router and admission queue in front of simulated engines in virtual time, which
-order their queues as ours do, and evict what was used least recently (`bench/sim`). Sessions have
-the published shape. Full size has the sizes and speeds of real engines. Each row has engines whose
-memory is a share of what all sessions use at their ends, from plenty to a tenth. Arms:
+The balancer's own router and admission queue in front of simulated engines in virtual time, whose
+cache evicts what was used least recently (`bench/sim`). Sessions have the published shape. Full
+size has the sizes and speeds of real engines. Each row has engines whose memory is a share of what
+all sessions use at their ends, from plenty to a tenth. Arms:
 
-    free      each request is sent at once, as with `agent-hold-s 0`
-    held      requests are held back for 30 s at most, as by default
+    fcfs      each request is sent at once, and engines serve them as they come
+    free      each request is sent at once, as with `agent-hold-s 0`, and engines order them as ours
+    held      requests are held back for 30 s at most, as by default, and ordered by engines, too
 
 A session's time is from its first request to its last answer, with its tools and its person.
-`sessions_per_hour` counts until the last session has ended. Where memory is plenty, both arms must
-be the same, request by request.
+`sessions_per_hour` counts until the last session has ended. Where memory is plenty, nothing is
+held back: the last two arms must be the same, request by request.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 from bench.lib.script import Size, parser_of, require, run
 from bench.lib.spread import ratio_spread
@@ -34,10 +35,24 @@ from bench.sim.virtual_time import Run
 from bench.trace.agents import Agent, TraceConfig, first_calls
 from bench.trace.calls import Call, Ideal, compile_calls, ideal_of
 from bench.trace.variants import make_trace
-from sgl_ext.settings.schema import EngineSettings
+from sgl_ext.settings.schema import BalancerSettings
 
 MEMORY = (1.5, 0.4, 0.2, 0.1)
-ARMS = {"free": 0.0, "held": 30.0}
+_DEFAULTS = BalancerSettings()
+
+
+class Arm(NamedTuple):
+    """hold_s: of the balancer. aging_s: of the engines; 0: they serve first what comes first."""
+
+    hold_s: float
+    aging_s: float
+
+
+ARMS = {
+    "fcfs": Arm(0.0, 0.0),
+    "free": Arm(0.0, _DEFAULTS.aging_s),
+    "held": Arm(_DEFAULTS.agent_hold_s, _DEFAULTS.aging_s),
+}
 _LEAST_PROMPTS = 1.5
 
 
@@ -93,10 +108,11 @@ def measure(size: Amount, engines: int) -> dict[str, Any]:
     for seed in range(1, size.seeds + 1):
         trace = traced(size, engines, seed)
         for share, arms in rows.items():
-            for name, hold_s in ARMS.items():
-                arms[name].append(simulated(trace, size.scale, engines, share, hold_s))
+            for name, arm in ARMS.items():
+                arms[name].append(simulated(trace, size.scale, engines, share, arm))
                 print(seed, share, name, arms[name][-1], file=sys.stderr, flush=True)
-    for free, held in zip(*rows[MEMORY[0]].values(), strict=True):
+    plenty = rows[MEMORY[0]]
+    for free, held in zip(plenty["free"], plenty["held"], strict=True):
         require(free == held, "where memory is plenty nothing changes", free=free, held=held)
     return {
         "engines": engines,
@@ -115,20 +131,18 @@ def traced(size: Amount, engines: int, seed: int) -> Trace:
 
 
 def simulated(
-    trace: Trace, scale: float, engines: int, memory: float, hold_s: float
+    trace: Trace, scale: float, engines: int, memory: float, arm: Arm
 ) -> dict[str, float]:
     """What one arm comes to."""
     least_tokens = int(_LEAST_PROMPTS * trace.longest_tokens)
     capacity_tokens = max(int(memory * trace.all_tokens / engines), least_tokens)
-    config = replace(
-        engine_at(scale), capacity_tokens=capacity_tokens, aging_s=EngineSettings().aging_s
-    )
-    router = AdmittingRouter(engines, hold_s=hold_s)
+    config = replace(engine_at(scale), capacity_tokens=capacity_tokens, aging_s=arm.aging_s)
+    router = AdmittingRouter(engines, hold_s=arm.hold_s)
     played = Run(trace.agents, trace.calls, router, [Engine(config) for _ in range(engines)])
     played.session_header = True
     played.all()
     figures = played.figures(trace.ideal)
-    require(figures.requests == trace.ideal.requests, "every call is answered", hold_s=hold_s)
+    require(figures.requests == trace.ideal.requests, "every call is answered", arm=arm)
     began = {one.session: one.starts_at for one in trace.agents if one.starts_at is not None}
     ended: dict[str, float] = {}
     for one in trace.agents:
@@ -155,8 +169,9 @@ def _row(arms: dict[str, list[dict[str, float]]]) -> dict[str, Any]:
         for name, runs in arms.items()
     }
     for figure in ("session_mean_s", "sessions_per_hour", "ttft_p50_ms", "ttft_p99_ms"):
-        ours, base = ([one[figure] for one in arms[name]] for name in ("held", "free"))
-        found[f"{figure}_vs_free"] = ratio_spread(ours, base)
+        ours, free, fcfs = ([one[figure] for one in arms[n]] for n in ("held", "free", "fcfs"))
+        found[f"{figure}_vs_free"] = ratio_spread(ours, free)
+        found[f"{figure}_vs_fcfs"] = ratio_spread(ours, fcfs)
     return found
 
 

@@ -119,7 +119,8 @@ SECTIONS = (
         "held_agents",
         "More agents than memory",
         "Simulated engines of full size get more agents than fit into their memory. The balancer "
-        "holds some of them back, or none.",
+        "holds some of them back, or none. Engines order their queues as ours do, or serve first "
+        "what comes first.",
         fleet_tables.held_agents,
         "agents.md",
     ),

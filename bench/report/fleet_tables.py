@@ -98,9 +98,10 @@ def held_agents(found: Figures) -> Iterator[Table]:
         look(found, "memory"),
         {
             "mean session, held back / free": ("session_mean_s_vs_free",),
-            "sessions an hour": ("sessions_per_hour_vs_free",),
-            "TTFT p50": ("ttft_p50_ms_vs_free",),
-            "TTFT p99": ("ttft_p99_ms_vs_free",),
+            "held back / FCFS": ("session_mean_s_vs_fcfs",),
+            "sessions an hour, held back / FCFS": ("sessions_per_hour_vs_fcfs",),
+            "TTFT p50": ("ttft_p50_ms_vs_fcfs",),
+            "TTFT p99": ("ttft_p99_ms_vs_fcfs",),
         },
         "memory, of what all agents use",
     )
