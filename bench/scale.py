@@ -18,8 +18,8 @@ traces:
 Small fleets run with several seeds, so that their percentiles are of as many requests.
 `share_of_ideal` compares with one worker that has an infinite cache, without each agent's first
 calls; `share_of_ideal_from_start` counts these, too. `events_per_s` and `segments_per_s` are what
-one balancer receives. `decisions` has the times of decisions of one router with 1,000 workers and
-five million segments in its index.
+one balancer receives. Decisions are timed while nothing else runs. `decisions` has those of one
+router with 1,000 workers and five million segments in its index.
 
 `balancers_16_over_1` is of TTFT p99, with the most engines that both arms have. `targets_missed`
 names targets that a figure misses. `--quick` has three sizes, the other arms with 64 engines alone,
@@ -47,7 +47,7 @@ SIZES: dict[Size, tuple[int, ...]] = {
 }
 BALANCERS = ("ours_2_balancers", "ours_4_balancers", "ours_16_balancers")
 _OTHER_ARMS = (*BALANCERS, "ours_16_alone", *PEERS, *FEEDS, *CHURN)
-_LEAST_ENGINES = 130  # over the seeds of a size
+_LEAST_ENGINES = 192  # over the seeds of a size
 TARGETS = {
     "decision_us_1000": 100.0,
     "ttft_p99_1000_over_4": 1.2,
@@ -82,14 +82,20 @@ def measure(size: Size) -> dict[str, Any]:
     gc.collect()
     gc.freeze()
     results: list[Result] = []
+    segments = {"full": 5_000_000, "quick": 1_000_000, "smallest": 10_000}[size]
+    context = multiprocessing.get_context("fork")
+
+    def note(result: Result) -> None:
+        results.append(result)
+        print(result.job, merged([result]), file=sys.stderr, flush=True)
+
+    with context.Pool(1) as pool:  # nothing beside what times decisions
+        note(pool.apply(run_job, (jobs[0],)))
+        times = pool.apply(decision_times, (segments, 1_000))
     processes = 1 if size == "smallest" else max(1, min(len(os.sched_getaffinity(0)), 4))
-    with multiprocessing.get_context("fork").Pool(processes) as pool:
-        segments = {"full": 5_000_000, "quick": 1_000_000, "smallest": 10_000}[size]
-        decisions = pool.apply_async(decision_times, (segments, 1_000))
-        for result in pool.imap_unordered(run_job, jobs):
-            results.append(result)
-            print(result.job, merged([result]), file=sys.stderr, flush=True)
-        times = decisions.get()
+    with context.Pool(processes) as pool:
+        for result in pool.imap_unordered(run_job, jobs[1:]):
+            note(result)
     return report(results, times)
 
 
