@@ -86,8 +86,8 @@ class Amount:
 
 PLANS: dict[Size, Amount] = {
     "full": Amount(3, 24, 16, Shape(calls=6, scale=1 / 10, pace=5.0)),
-    "quick": Amount(2, 14, 14, Shape(calls=4, scale=1 / 18, pace=6.0)),
-    "brief": Amount(1, 14, 14, Shape(calls=4, scale=1 / 18, pace=6.0)),
+    "quick": Amount(2, 15, 15, Shape(calls=4, scale=1 / 18, pace=6.0)),
+    "brief": Amount(1, 15, 15, Shape(calls=4, scale=1 / 18, pace=6.0)),
     "smallest": Amount(1, 10, 10, Shape(calls=4, scale=1 / 80, pace=40.0)),
 }
 

@@ -1,7 +1,7 @@
 """Measures in a scheduler what loads from the host take, and what computing prompts takes.
 
-Measuring reads a clock, so each rank measures something else. What all ranks decide by is the share
-that the entry rank's orders carry (`sgl_ext.engine.scheduler.iteration`).
+Measuring reads a clock, so each rank measures something else. All ranks decide by the figures that
+the entry rank's orders carry (`sgl_ext.engine.scheduler.iteration`).
 """
 
 from collections import deque
