@@ -29,10 +29,10 @@ arms. `starved` are requests of ours that waited for their first token for more 
 The run is not valid unless the tokens of live agents really exceed the memory by far, by the
 tokens that the engines counted, and stock SGLang computes prompts again for that reason.
 
-With --ablation all arms are ours, with parts switched off: `not_held` (`agent-hold-s 0`),
-and `short_window`, whose queues let the cheapest go first for 10 s at most, however much waits.
-`marked` is ours where each prompt is pinned for 300 s, as the prompts of a client are
-that marks them all.
+With --ablation the arms beside `stock` are ours, with parts switched off: `not_held`
+(`agent-hold-s 0`), and `short_window`, whose queues let the cheapest go first for 10 s at most,
+however much waits. How far agents exceed the memory is what `stock` shows: ours starts fewer of
+them at once.
 """
 
 from __future__ import annotations
@@ -120,9 +120,9 @@ ARMS = {
     "ours": _ours(),
 }
 ABLATION = {
+    "stock": Arm("stock"),
     "not_held": _ours(_FREE),
     "short_window": _ours(_SHORT, aging_s=_SHORT_S),
-    "marked": _ours(ttl_s=_FIXED_TTL_S),
     "ours": _ours(),
 }
 

@@ -38,7 +38,6 @@ AGENT_LABELS = {
     "fixed_ttl": f"{OURS}, each prompt pinned for 300 s",
     "not_held": f"{OURS}, no request held back",
     "short_window": f"{OURS}, windows of 10 s",
-    "marked": f"{OURS}, clients that mark everything",
 }
 # Simulated policies; behind the same names, other benches have routers that run.
 _POLICY_LABELS = {
