@@ -16,15 +16,16 @@ took. Arms, each on a real engine:
 
 Ours has a balancer in front of its engine, and the others have none.
 
-What decides is how much is computed again. So a shape must ask for much more prefill than decoding,
-as it is where many requests are decoded together: here an answer of some 40 tokens follows a prompt
-of some thousand, and no more than two requests run at once.
+What decides is how much is computed again. So a shape must ask for as much prefill beside decoding
+as agents do, who send 320 tokens for each one that they get: here an answer of some 20 tokens
+follows a prompt of some thousand (`tokens_in_per_token_out`), and two requests run at once.
 
 A round is each arm, in an order that rotates, with an empty cache and the same jobs.
-`job_p50_vs_...` are medians of whole jobs, ours over that arm: less is better. A job's time leaves
-out the time in which its person thinks. Answers follow a script, so that tools are called, except
-for each agent's last answer, which is the model's own at temperature 0: it must be the same in all
-arms. `starved` are requests of ours that waited for their first token for more than 30 s.
+`job_p50_vs_...` is the median job of ours over that of the arm, the median of the rounds: less is
+better. `by_round` has the range. A job's time leaves out the time in which its person thinks.
+Answers follow a script, so that tools are called, except for each agent's last answer, which is the
+model's own at temperature 0: it must be the same in all arms. `starved` are requests of ours that
+waited for their first token for more than 30 s.
 
 The run is not valid unless the tokens of live agents really exceed the memory by far, by the
 tokens that the engines counted, and stock SGLang computes prompts again for that reason.
@@ -53,7 +54,7 @@ from typing import Any
 import requests
 from sgl_ext_cpu.node import Node, running_balancer
 
-from bench.agents.job_figures import arm_figures, by_round, differing, job_ratio
+from bench.agents.job_figures import arm_figures, by_round, differing
 from bench.agents.job_run import Played, Player
 from bench.agents.jobs import Maker, Plan, Shape, script_of
 from bench.lib.arms import rotated, running_arms
@@ -84,10 +85,12 @@ class Amount:
     shape: Shape = field(default_factory=Shape)
 
 
+# Of few jobs, one that is much larger would decide how large the memory has to be.
+_QUICK = Shape(calls=4, scale=1 / 16, pace=6.0, most_times=3.0)
 PLANS: dict[Size, Amount] = {
     "full": Amount(3, 24, 16, Shape(calls=6, scale=1 / 10, pace=5.0)),
-    "quick": Amount(2, 15, 15, Shape(calls=4, scale=1 / 18, pace=6.0)),
-    "brief": Amount(1, 15, 15, Shape(calls=4, scale=1 / 18, pace=6.0)),
+    "quick": Amount(2, 12, 12, _QUICK),
+    "brief": Amount(1, 12, 12, _QUICK),
     "smallest": Amount(1, 10, 10, Shape(calls=4, scale=1 / 80, pace=40.0)),
 }
 
@@ -190,11 +193,11 @@ class Trial:
         ideal = max(arm["cached_share"] for arm in arms.values())
         share = arms[base]["cached_share"]
         precondition(share < 0.9, "prompts are computed again", cached_share=share, best=ideal)
-        others = [name for name in seen if name != "ours"]
+        ratios = {n: by_round(seen["ours"], rounds) for n, rounds in seen.items() if n != "ours"}
         return {
-            **{f"job_p50_vs_{name}": job_ratio(seen["ours"], seen[name]) for name in others},
+            **{f"job_p50_vs_{name}": ratio["median"] for name, ratio in ratios.items()},
             "starved": arms["ours"]["starved"],
-            "by_round": {name: by_round(seen["ours"], seen[name]) for name in others},
+            "by_round": ratios,
             "pool_tokens": self._pool_tokens,
             "working_set_over_pool": over,
             "jobs_at_once": self._size.at_once,

@@ -26,6 +26,7 @@ MOST_NEW = 128
 _MOST_EMPTY = 64
 
 T = TypeVar("T")
+K = TypeVar("K")
 
 
 @dataclass(slots=True, eq=False)
@@ -64,6 +65,7 @@ class OrderedQueue(Generic[T]):
         self._cost_tokens = 0
         self._entries: dict[T, Entry[T]] = {}
         self._tenants: Counter[str] = Counter()  # of the entries
+        self._priorities: Counter[int] = Counter()
         self._sorted: list[Entry[T]] = []
         self._sorted_s = 0.0
         self._new: list[Entry[T]] = []
@@ -83,10 +85,16 @@ class OrderedQueue(Generic[T]):
         """The tenants of the queued items."""
         return self._tenants.keys()
 
+    @property
+    def highest_priority(self) -> int:
+        """Of the queued items. There is one at least."""
+        return max(self._priorities)
+
     def add(self, item: T, waiting: Waiting) -> None:
         """Adds an item that is not in the queue."""
         entry = self._entries[item] = Entry(item, waiting)
         self._tenants[waiting.tenant] += 1
+        self._priorities[waiting.priority] += 1
         self._cost_tokens += waiting.cost_tokens
         self._new.append(entry)
 
@@ -96,10 +104,8 @@ class OrderedQueue(Generic[T]):
         if entry is not None:
             entry.item = None
             self._cost_tokens -= entry.waiting.cost_tokens
-            tenant = entry.waiting.tenant
-            self._tenants[tenant] -= 1
-            if not self._tenants[tenant]:
-                del self._tenants[tenant]
+            _take_one(self._tenants, entry.waiting.tenant)
+            _take_one(self._priorities, entry.waiting.priority)
 
     def head(self, limit: int, now_s: float, without: Collection[str] = ()) -> Sequence[Entry[T]]:
         """The first entries in order, at most `limit`, of other tenants than these."""
@@ -130,3 +136,9 @@ class OrderedQueue(Generic[T]):
         served = self._served.at(now_s)
         order = in_order(waiting, now_s, self.aging_s, served, self._weights, self._window_s)
         return [entries[position] for position in order]
+
+
+def _take_one(counter: Counter[K], key: K) -> None:
+    counter[key] -= 1
+    if not counter[key]:
+        del counter[key]

@@ -31,10 +31,17 @@ A size beyond an engine's whole memory counts as 0. Either the engine will rejec
 once, or the size is wrong: images are counted by their bytes.
 
 Wherever a request has capacity, one of the same tenant with a higher priority has capacity too.
+
+Beyond its capacity, a worker may be sent requests whose prompts are in its memory (`is_at_hand`),
+as many again: they can run nowhere else as cheaply. In the worker's own queue the cheapest goes
+first, and so they go before a prompt that was sent ahead. If they came after it, computing it could
+evict theirs.
 """
 
 # One request is sent ahead for each so many that can run at once.
 _AHEAD = 8
+CACHED_SHARE = 0.75
+"""Of a prompt, so much is in memory if it is at hand: computing the rest is little work."""
 _NONE = (0, 0)
 
 
@@ -43,20 +50,23 @@ class Capacity:
 
     tokens: the size of its KV memory.
     context: the longest prompt and answer together.
-    limit: how many requests may be in flight there.
-    queues: whether more requests are queued there than are sent ahead.
+    limit: how many requests may be in flight there, and how many beyond its capacity.
     """
 
-    __slots__ = ("context", "limit", "queues", "tokens")
+    __slots__ = ("_ahead", "_queued", "context", "limit", "tokens")
 
     def __init__(
         self, tokens: int, max_running: int, queued: int = 0, context: int | None = None
     ) -> None:
-        ahead = max(1, max_running // _AHEAD)
+        self._ahead = max(1, max_running // _AHEAD)
+        self._queued = queued
         self.tokens = tokens
         self.context = min(tokens, context or tokens)
-        self.limit = max_running + ahead
-        self.queues = queued > ahead
+        self.limit = max_running + self._ahead
+
+    def queues(self, here: "InFlight") -> bool:
+        """Whether more requests are queued there than were sent ahead or beyond its capacity."""
+        return self._queued - here.beyond > self._ahead
 
     def counted(self, tokens: int) -> int:
         """The tokens that a request counts with: 0 if they exceed the whole memory."""
@@ -68,9 +78,13 @@ class Capacity:
 
 
 class InFlight:
-    """The requests in flight at one worker and their tokens, in total, by priority and tenant."""
+    """The requests in flight at one worker and their tokens, in total, by priority and tenant.
+
+    beyond: how many more were sent beyond its capacity.
+    """
 
     def __init__(self) -> None:
+        self.beyond = 0
         self.requests = 0
         self.tokens = 0
         # Requests and their tokens.
@@ -127,10 +141,11 @@ def has_capacity(
     own = capacity.counted(tokens)
     # Usually everything fits, and rivals need not be counted.
     all_fit = own + here.tokens + their_tokens <= capacity.tokens
-    if all_fit and here.requests + others < capacity.limit and not capacity.queues:
+    queues = capacity.queues(here)
+    if all_fit and here.requests + others < capacity.limit and not queues:
         return True
     rivals, by_tenant = here.above(priority - threshold)
-    if capacity.queues and rivals == here.requests:
+    if queues and rivals == here.requests:
         return False
     rivals += others
     own += by_tenant.pop(tenant, 0)
@@ -138,3 +153,8 @@ def has_capacity(
     part = capacity.tokens // (len(rival_tokens) + 1)
     fits = own + sum(min(tokens, part) for tokens in rival_tokens) <= capacity.tokens
     return rivals < capacity.limit and (fits or not rivals)
+
+
+def is_at_hand(prompt_tokens: int, held_tokens: int) -> bool:
+    """Whether a prompt, of which so much is in memory, is computed with little work."""
+    return held_tokens >= CACHED_SHARE * prompt_tokens

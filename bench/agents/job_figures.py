@@ -28,6 +28,7 @@ def arm_figures(rounds: Sequence[Played]) -> dict[str, Any]:
             60 * len(jobs_s) / sum(played.span_s for played in rounds), 2
         ),
         **_percentiles("ttft", [one.ttft_s for one in sent]),
+        "tokens_in_per_token_out": _in_per_out(sent),
         "starved": sum(one.ttft_s > STARVED_S for one in sent),
         "jobs": len(jobs_s),
         "requests": len(sent),
@@ -35,14 +36,10 @@ def arm_figures(rounds: Sequence[Played]) -> dict[str, Any]:
     return found
 
 
-def job_ratio(ones: Sequence[Played], others: Sequence[Played]) -> float:
-    """The median job of one arm over that of another, over all rounds."""
-    return round(_median(ones) / _median(others), 3)
-
-
 def by_round(ones: Sequence[Played], others: Sequence[Played]) -> Spread:
-    """The same, round by round."""
-    return ratio_spread([_median([one]) for one in ones], [_median([one]) for one in others])
+    """The median job of one arm over that of another, round by round: jobs of two rounds are not
+    alike, so that a median over all of them would hang on which round it falls into."""
+    return ratio_spread([_median(one) for one in ones], [_median(one) for one in others])
 
 
 def differing(arms: Mapping[str, Sequence[Played]]) -> list[str]:
@@ -56,8 +53,8 @@ def differing(arms: Mapping[str, Sequence[Played]]) -> list[str]:
     return sorted(found)
 
 
-def _median(rounds: Sequence[Played]) -> float:
-    return statistics.median(job_s for played in rounds for job_s in played.jobs_s)
+def _median(played: Played) -> float:
+    return statistics.median(played.jobs_s)
 
 
 def _percentiles(name: str, values: Sequence[float]) -> dict[str, float]:
@@ -68,6 +65,11 @@ def _percentiles(name: str, values: Sequence[float]) -> dict[str, float]:
 def _cached_share(sent: Sequence[Sent]) -> float | None:
     tokens = sum(one.prompt_tokens for one in sent)
     return round(sum(one.cached_tokens for one in sent) / tokens, 3) if tokens else None
+
+
+def _in_per_out(sent: Sequence[Sent]) -> int | None:
+    answered = sum(one.answer_tokens for one in sent)
+    return round(sum(one.prompt_tokens for one in sent) / answered) if answered else None
 
 
 def _read_write(sent: Sequence[Sent]) -> float | None:

@@ -15,7 +15,7 @@ from bench.agents.jobs import LEAD, SUBAGENT, Plan, Step
 from bench.lib.pin_load import CHAT
 from bench.lib.speculative_load import Reply
 
-_OWN_TOKENS = 16
+_OWN_TOKENS = 8
 _MOST_TOKENS = 200
 _AGENT = "claude-cli/2.1.330 (external, cli)"
 

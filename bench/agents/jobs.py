@@ -28,7 +28,7 @@ TOOLS = {"Read": 0.4, "Grep": 0.8, "Edit": 1.5, "Bash": 6.0}
 """How long a call of each takes, in seconds, the median."""
 _PERSON_S = 30.0
 _CALLS_PER_PROMPT = 6
-_SPREAD, _MOST_TIMES = 0.9, 6.0
+_SPREAD = 0.9
 # Tools and instructions, the project's text, the first prompt, and what each result adds.
 _LEAD_TOKENS, _SUBAGENT_TOKENS = (32_000, 50_000), (14_000, 30_000)
 _FIRST_TOKENS, _RESULT_TOKENS = 1_500, 7_500
@@ -41,11 +41,13 @@ class Shape:
     """How large jobs are.
 
     calls: of a lead, the median. scale: of all sizes in tokens. pace: divides all times.
+    most_times: no number of calls, no result and no time is more than this many medians.
     """
 
     calls: int = 10
     scale: float = 1 / 40
     pace: float = 8.0
+    most_times: float = 6.0
 
 
 @dataclass(frozen=True)
@@ -145,7 +147,7 @@ class Maker:
         return max(8, round(tokens * self.shape.scale))
 
     def _around(self, chance: random.Random, median: float, sigma: float) -> float:
-        return median * min(_MOST_TIMES, chance.lognormvariate(0, sigma))
+        return median * min(self.shape.most_times, chance.lognormvariate(0, sigma))
 
 
 _TOOLS = [
@@ -154,7 +156,7 @@ _TOOLS = [
         "function": {
             "name": name,
             "description": f"{name} in the project.",
-            "parameters": {"type": "object", "properties": {"n": {"type": "integer"}}},
+            "parameters": {"type": "object", "properties": {}},
         },
     }
     for name in (*TOOLS, TASK)
@@ -169,10 +171,7 @@ def script_of(jobs: Sequence[Plan]) -> str:
             line: dict[str, Any] = {"after": f"[{agent.name}]"}
             if step.tool:
                 count = max(len(step.children), 1)
-                line["tool_calls"] = [
-                    {"name": step.tool, "arguments": {"n": 10 * number + part}}
-                    for part in range(count)
-                ]
+                line["tool_calls"] = count * [{"name": step.tool, "arguments": {}}]
             else:
                 line["text"] = f"Step {number} is done."
             lines.append(json.dumps(line))

@@ -26,9 +26,9 @@ starves, and no worker is idle because of a wrong estimate.
 from collections.abc import Mapping
 from typing import NamedTuple
 
+from scheduler.capacity import is_at_hand
+
 BUSY_FROM = 0.5
-CACHED_SHARE = 0.75
-"""With such a share of a prompt in memory, computing the rest is no reason to wait."""
 SMALL_SHARE = 0.01
 """What takes less of a worker's memory is small."""
 
@@ -87,7 +87,7 @@ def is_sent(
     a missing one."""
     if not pool.awaited or waited_s >= hold_s:
         return True
-    if demand.held_tokens >= CACHED_SHARE * demand.prompt_tokens:
+    if is_at_hand(demand.prompt_tokens, demand.held_tokens):
         return True
     if not SMALL_SHARE * pool.tokens <= demand.own_tokens <= pool.tokens:
         return True

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import statistics
 
-from bench.agents.job_figures import arm_figures, by_round, differing, job_ratio
+from bench.agents.job_figures import arm_figures, by_round, differing
 from bench.agents.job_run import Played, Sent
 from bench.agents.jobs import LEAD, SUBAGENT, TASK, Maker, Plan, Shape, script_of
 from bench.lib.pin_load import Texts
@@ -77,8 +77,7 @@ def test_an_arm_is_reported_by_job_and_by_role() -> None:
 
 
 def test_arms_are_compared_by_their_median_jobs_and_by_their_answers() -> None:
-    ours, stock = [played(1.0, 2.0), played(2.0)], [played(4.0, 4.0), played(4.0)]
-    assert job_ratio(ours, stock) == 0.5
-    assert by_round(ours, stock)["max"] == 0.5
+    ours, stock = [played(1.0, 2.0, 9.0), played(3.0)], [played(4.0, 4.0, 4.0), played(4.0)]
+    assert by_round(ours, stock)["median"] == statistics.median([0.5, 0.75])
     assert differing({"ours": ours, "stock": stock}) == []
     assert differing({"ours": ours, "stock": [stock[0], played(4.0, answer="")]}) == ["a"]

@@ -138,9 +138,13 @@ class AdmissionQueue:
         routing = request.routing
         if not (self._queue and routing.runs):
             attempt = self.router.place(routing, request.tried, waits_for_home=True)
-            if attempt is not None:
-                request.placed(attempt)
-                return True
+        elif routing.priority >= self._queue.highest_priority:
+            attempt = self.router.place_at_hand(routing, request.tried)
+        else:
+            attempt = None
+        if attempt is not None:
+            request.placed(attempt)
+            return True
         if not self.router.may_wait(routing.only):
             request.rejected(no_engine())
             return True

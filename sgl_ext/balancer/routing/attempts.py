@@ -67,6 +67,7 @@ class Attempt(msgspec.Struct, eq=False):
     """One attempt to serve a request on one worker.
 
     decoder: the decode engine that answers, if `worker` is a prefill engine.
+    is_beyond: whether it was sent beyond the worker's capacity.
     considered: workers that it could have gone to, as they were: all, or of many those that were
         compared. For a session that stays on its worker that one and those that hold most; in a
         large fleet that one alone, unless the router lists others.
@@ -103,6 +104,7 @@ class Attempt(msgspec.Struct, eq=False):
     followers: list[Callable[[], None]] = []
     abandon: Callable[[str], None] = _nothing
     decoder: Worker | None = None
+    is_beyond: bool = False
 
     @property
     def answerer(self) -> Worker:
@@ -136,10 +138,13 @@ class Attempts:
         held: HeldPrefix,
         considered: Sequence[WorkerView] = (),
         decoder: Worker | None = None,
+        *,
+        is_beyond: bool = False,
     ) -> Attempt:
         """Begins an attempt on a worker, which holds `held` of the prompt."""
         now_s = self._clock()
         attempt = Attempt(routing, worker, placement, considered, began_s=now_s)
+        attempt.is_beyond = is_beyond
         attempt.predicted_tokens = held.tokens + held.slower_tokens
         attempt.expected_tokens = held.expected_tokens + held.slower_tokens
         attempt.decoder = decoder
@@ -211,6 +216,9 @@ class Attempts:
         routing, capacity = attempt.routing, worker.capacity
         if not routing.runs:
             return 0
+        if attempt.is_beyond:
+            worker.running.beyond += 1
+            return 0
         tokens = uncached_tokens + routing.output_tokens
         if capacity is not None:
             tokens = capacity.needed(routing.prompt_tokens, uncached_tokens, routing.output_tokens)
@@ -221,7 +229,9 @@ class Attempts:
     def _leave(attempt: Attempt, worker: Worker, tokens: int) -> None:
         worker.in_flight -= 1
         worker.attempts.discard(attempt)
-        if attempt.routing.runs:
+        if attempt.is_beyond:
+            worker.running.beyond -= 1
+        elif attempt.routing.runs:
             worker.running.remove(attempt.routing.priority, tokens, attempt.routing.tenant)
 
     def _followed(self, worker: Worker, held: HeldPrefix, prefix: InFlightPrefix) -> Attempt | None:

@@ -6,7 +6,7 @@ from functools import cached_property, reduce
 from math import inf
 from operator import or_
 
-from scheduler.capacity import has_capacity
+from scheduler.capacity import has_capacity, is_at_hand
 from scheduler.placing.placement import WorkerView, rendezvous
 from scheduler.placing.sessions import Sessions
 from scheduler.placing.shortlist import SMALL_FLEET, Shortlist, bits_of
@@ -108,6 +108,16 @@ class Candidates:
             peers.pending_tokens,
             routing.tenant,
         )
+
+    def may_go_beyond(self, worker: Worker, prompt_tokens: int, held_tokens: int) -> bool:
+        """Whether a worker, which holds so much of the prompt, may be sent the request beyond its
+        capacity."""
+        capacity = worker.capacity
+        if capacity is None or not self._routing.runs or worker.role:
+            return False
+        if worker.in_flight + worker.peer_load.in_flight >= self._worker_limit:
+            return False
+        return worker.running.beyond < capacity.limit and is_at_hand(prompt_tokens, held_tokens)
 
 
 class Fleet:

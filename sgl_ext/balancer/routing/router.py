@@ -131,7 +131,7 @@ class Router:
         known = None if request.home is None else self.workers.find(request.home)
         open_workers = self.fleet.compared(candidates, held, known, has_capacity, now_s)
         if not open_workers:
-            return None
+            return None if home is None else self._beyond(routing, home, view, held, candidates)
         views = [self.fleet.view(w, held.tokens, now_s) for w in open_workers]
         if waits_for_home and home is not None:
             more_saved = view.saved - max(other.saved for other in views)
@@ -163,6 +163,29 @@ class Router:
                 worker.weights = speeds.weights(slot)
                 self.fleet.load_changed(worker, now_s)
 
+    def place_at_hand(self, routing: RoutingRequest, tried: set[Worker]) -> Attempt | None:
+        """Begins an attempt on the worker that its session stays on, beyond the worker's capacity.
+        None if the prompt is not at hand there, or if too many were sent beyond it."""
+        now_s = self.clock()
+        candidates, held = self._candidates(routing, tried), self.prefixes.lookup(routing.chain)
+        request = self._placement_request(routing, held)
+        home, view = self._find_home(request, candidates, held, now_s)
+        return None if home is None else self._beyond(routing, home, view, held, candidates)
+
+    def _beyond(
+        self,
+        routing: RoutingRequest,
+        home: Worker,
+        view: WorkerView,
+        held: HeldBySlot,
+        candidates: Candidates,
+    ) -> Attempt | None:
+        there = held[home.slot]
+        tokens = self.prefixes.prompt_tokens(routing.chain, there, routing.prompt_tokens)
+        if not candidates.may_go_beyond(home, tokens, there.tokens):
+            return None
+        return self._begin(routing, home, "home", held, [view], candidates, is_beyond=True)
+
     def _begin(
         self,
         routing: RoutingRequest,
@@ -171,11 +194,15 @@ class Router:
         held: HeldBySlot,
         views: list[WorkerView],
         candidates: Candidates,
+        *,
+        is_beyond: bool = False,
     ) -> Attempt:
         placement, decoder = Placement(worker.id, reason), None
         if worker.role:
             decoder = candidates.decoder
-        attempt = self.attempts.begin(routing, worker, placement, held.of(worker), views, decoder)
+        attempt = self.attempts.begin(
+            routing, worker, placement, held.of(worker), views, decoder, is_beyond=is_beyond
+        )
         attempt.held_at = partial(self._held_at, held)
         if reason != "home":  # or a burst of sessions would all look at the same few workers
             self.fleet.load_changed(worker, self.clock())

@@ -116,4 +116,4 @@ def _running(worker: Worker) -> float | None:
     capacity = worker.capacity
     if capacity is None:
         return None
-    return 1.0 if capacity.queues else _in_flight(worker) / capacity.limit
+    return 1.0 if capacity.queues(worker.running) else _in_flight(worker) / capacity.limit

@@ -273,10 +273,79 @@ def test_a_long_prompt_that_is_cached_costs_less_than_a_short_new_one() -> None:
     queue.confirm(first.attempt)
     landed(queue, first)
     running = queue.fill()
-    short, turn = queue.arrive(), queue.arrive(queue.read(said, "Hi.", "Go on"))
+    new = queue.arrive(queue.read("Bye " * 6000))
+    turn = queue.arrive(queue.read(said, "Hi.", "x" * 12_000))
+    assert (new.attempt, turn.attempt) == (None, None), "much of the turn has to be computed"
     landed(queue, running[0])
     assert turn.attempt is not None
-    assert short.attempt is None
+    assert new.attempt is None
+
+
+def cached_turn(queue: Queue, said: str = "Hello " * 1000, priority: int = 0) -> RoutingRequest:
+    """The second turn of a conversation whose first is in the memory of a worker."""
+    first = queue.arrive(queue.read(said))
+    assert first.attempt is not None
+    queue.confirm(first.attempt)
+    landed(queue, first)
+    headers = {"x-sgl-ext-priority": str(priority)}
+    return queue.read(said, "Hi.", "Go on", **headers)
+
+
+def test_a_prompt_at_hand_is_sent_beyond_an_engine_s_capacity() -> None:
+    queue = Queue(urls=["http://a"])
+    turn = cached_turn(queue)
+    queue.fill()
+    waits, sent = queue.arrive(), queue.arrive(turn)
+    assert sent.attempt is not None
+    assert sent.attempt.is_beyond
+    assert waits.attempt is None
+
+
+def test_a_prompt_at_hand_does_not_pass_a_more_important_request() -> None:
+    queue = Queue(urls=["http://a"])
+    turn, same = cached_turn(queue), cached_turn(queue, "Hallo " * 1000, priority=5)
+    queue.fill()
+    assert queue.arrive(priority=5).attempt is None
+    assert queue.arrive(turn).attempt is None
+    assert queue.arrive(same).attempt is not None
+
+
+def test_what_was_sent_beyond_its_capacity_takes_no_capacity_of_an_engine() -> None:
+    queue = Queue(urls=["http://a"])
+    turn = cached_turn(queue)
+    running = queue.fill()
+    waits, sent = queue.arrive(), queue.arrive(turn)
+    queue.report(queue.workers.all[0], queued=2)  # the one sent ahead, and the one beyond
+    assert waits.attempt is None
+    landed(queue, running[0])
+    assert waits.attempt is not None
+    landed(queue, sent)
+    assert queue.workers.all[0].running.beyond == 0
+
+
+def test_as_many_go_beyond_an_engine_s_capacity_as_it_takes_within_it() -> None:
+    queue = Queue(urls=["http://a"])
+    turns = [cached_turn(queue, f"{number}: " + "Hello " * 1000) for number in range(6)]
+    within = queue.fill()
+    sent = [queue.arrive(turn).attempt is not None for turn in turns]
+    assert sent == [True] * len(within) + [False] * (len(turns) - len(within))
+
+
+def test_a_prompt_at_hand_goes_to_an_engine_with_capacity_first() -> None:
+    queue = Queue(urls=["http://a", "http://b"])
+    turn = cached_turn(queue)
+    home = queue.router.attempts.sessions.home(turn.session or 0)
+    assert home is not None
+    elsewhere = [r for r in queue.fill() if r.attempt and r.attempt.worker.slot != home[0]]
+    landed(queue, elsewhere[0])
+    waits = queue.arrive(turn)
+    assert waits.attempt is None, "it may go to the other one, if its own has no capacity for long"
+    queue.clock.now_s += HOME_WAIT_S
+    queue.admission_queue.sweep()
+    queue.clock.now_s += HOME_WAIT_S
+    queue.admission_queue.sweep()
+    assert waits.attempt is not None
+    assert waits.attempt.worker is elsewhere[0].attempt.worker  # type: ignore[union-attr]
 
 
 @pytest.mark.parametrize("tokens_per_s", [0, 100_000, 100])

@@ -6,9 +6,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from scheduler.capacity import CACHED_SHARE
 from scheduler.programs.admission import (
     BUSY_FROM,
-    CACHED_SHARE,
     SMALL_SHARE,
     Demand,
     Pool,
