@@ -2,9 +2,10 @@
 
 The trace of a swarm of agents (bench/trace/swarm.py) goes as a closed loop through each router,
 a real process, to simulated engines (bench/sim/engine.py) that are started for each run. The
-engines of `ours` have the plugin: they strip a billing header and publish prefix events. The
-other routers have stock engines. Only `vllm_router` gets the session header, which its policy
-needs; other fields say where all routers get it.
+engines of `ours` have the plugin: they strip a billing header, publish prefix events and take
+their queues in our order; those of `ours_fcfs` serve first what comes first. The other routers
+have stock engines. Only `vllm_router` gets the session header, which its policy needs; other
+fields say where all routers get it.
 
     ours            python -m sgl_ext.balancer.serve
     round_robin     smg --policy round_robin
@@ -50,7 +51,7 @@ from bench.trace import harness
 from bench.trace.agents import TraceConfig
 from bench.trace.options import add_trace_options, trace_of
 from bench.trace.published import VARIANTS as PUBLISHED
-from bench.trace.run import NO_EVENTS, POLICIES, Setup, ideal_ratio, measure
+from bench.trace.run import FCFS, NO_EVENTS, POLICIES, Setup, ideal_ratio, measure
 
 _HEADER_GIVEN = "vllm_router"
 _WITHOUT_HEADER = "vllm_router_without_header"
@@ -156,7 +157,8 @@ def main() -> None:
 def measure_one(setup: Setup) -> dict[str, Any]:
     """All routers on one trace."""
     ideal = round(ideal_ratio(setup.trace), 4)
-    return {"workers": setup.workers, "ideal_cached_ratio": ideal, **compare(setup)}
+    arms = (POLICIES[0], FCFS, *POLICIES[1:])
+    return {"workers": setup.workers, "ideal_cached_ratio": ideal, **compare(setup, arms)}
 
 
 def measure_smallest() -> dict[str, Any]:

@@ -109,6 +109,10 @@ class InFlight:
         else:
             del self._by_kind[kind]
 
+    def tenants(self) -> set[str]:
+        """Those with requests in flight."""
+        return {tenant for _, tenant in self._by_kind}
+
     def above(self, priority: int) -> tuple[int, dict[str, int]]:
         """The number of requests above a priority, and each tenant's tokens of them; all tenants
         with requests of any priority are named."""
@@ -153,6 +157,15 @@ def has_capacity(
     part = capacity.tokens // (len(rival_tokens) + 1)
     fits = own + sum(min(tokens, part) for tokens in rival_tokens) <= capacity.tokens
     return rivals < capacity.limit and (fits or not rivals)
+
+
+def exceeds_part(
+    capacity: Capacity, here: InFlight, tokens: int, others: int = 0, tenant: str = ""
+) -> bool:
+    """Whether a request is larger than its tenant's part of a worker's memory, so that it might
+    never fit beside others. Arguments as above."""
+    tenants = len(here.tenants() - {tenant}) + 1 + bool(others)
+    return capacity.counted(tokens) > capacity.tokens // tenants
 
 
 def is_at_hand(prompt_tokens: int, held_tokens: int) -> bool:

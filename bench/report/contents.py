@@ -138,8 +138,8 @@ SECTIONS = (
         "routing",
         "Routers: a team of agents",
         "The same trace goes through each router to the same simulated engines. Engines behind "
-        "sgl-ext publish prefix events; the other routers have stock engines. vllm-router alone "
-        "gets a session header, because its policy needs one.",
+        "sgl-ext publish prefix events and take their queues in our order; the other routers have "
+        "stock engines. vllm-router alone gets a session header, because its policy needs one.",
         balancer_tables.routing,
         "routing.md",
         "routers",
@@ -148,7 +148,7 @@ SECTIONS = (
         "routing_kind",
         "Routers: sessions of the published shape, much reuse",
         "Sessions have the published shape of coding agents' work, and most of each prompt was "
-        "sent before.",
+        "sent before. In a second arm, engines behind sgl-ext serve first what comes first.",
         balancer_tables.routing,
         "routing.md",
     ),

@@ -19,6 +19,7 @@ _LABELS = {
     "sglang_router": "sglang-router",
     "vllm_router": "vllm-router",
     "ours_without_events": f"{OURS}, no events",
+    "ours_fcfs": f"{OURS}, engines FCFS",
     "simulated": f"{OURS}, simulated with more seeds",
     "vllm_router_without_header": "vllm-router, no session header",
     "round_robin": "smg, round robin",

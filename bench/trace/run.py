@@ -9,7 +9,7 @@ import sys
 import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any
@@ -24,6 +24,7 @@ from bench.trace.agents import Agent, TraceConfig
 from bench.trace.calls import Call, compile_calls, ideal_of
 from bench.trace.load_generator import Outcome
 from bench.trace.variants import make_trace
+from sgl_ext.settings.schema import EngineSettings
 
 SESSION_HEADER = "x-session-id"
 _OF_ITS_OWN_REQUESTS = ("--policy", "power_of_two", "--power-of-two-load-metric", "least_requests")
@@ -37,6 +38,9 @@ _PEERS: dict[str, tuple[str, tuple[str, ...]]] = {
 POLICIES = ("ours", *_PEERS)
 NO_EVENTS = "ours_without_events"
 """Our router in front of stock engines, which only answer."""
+FCFS = "ours_fcfs"
+"""Our router in front of engines with the plugin that serve first what comes first."""
+_AGING_S = EngineSettings().aging_s
 
 
 @dataclass(frozen=True)
@@ -54,7 +58,10 @@ def measure(policy: str, setup: Setup, *, header: bool) -> dict[str, Any]:
 
     `header`: whether each call names its session.
     """
-    with engines(setup, plugin=policy == "ours") as urls, router(policy, urls) as url:
+    has_plugin = policy in ("ours", FCFS)
+    if policy == "ours":
+        setup = replace(setup, engine=replace(setup.engine, aging_s=_AGING_S))
+    with engines(setup, plugin=has_plugin) as urls, router(policy, urls) as url:
         outcome = send([url], setup.trace, setup.limit_s, SESSION_HEADER if header else None)
         pages = [requests.get(f"{url}/sim/figures", timeout=30).json() for url in urls]
     loads = [page["prefill_s"] for page in pages]
@@ -162,7 +169,7 @@ def engines(setup: Setup, *, plugin: bool) -> Iterator[list[str]]:
 def router(policy: str, urls: Sequence[str]) -> Iterator[str]:
     """The URL of a policy's router, which runs in front of the engines."""
     with tempfile.TemporaryDirectory() as folder:
-        if policy in ("ours", NO_EVENTS):
+        if policy in ("ours", FCFS, NO_EVENTS):
             running = running_balancer(urls, Path(folder) / "log")
         else:
             name, flags = _PEERS[policy]

@@ -277,15 +277,19 @@ class AdmissionQueue:
                 self._placed(entry, request, attempt, now_s)
                 any_placed = True
             elif takes_any_worker and not may_be_passed:
-                key = _ALL if self._reserves(tenant, now_s) else tenant
+                key = _ALL if self._reserves(request, now_s) else tenant
                 full[key] = max(full.get(key, _NONE), priority)
             elif (passed_over := passed_over + 1) == _MOST_PASSED_OVER:
                 full[tenant] = max(full.get(tenant, _NONE), priority)
                 break
         return any_placed
 
-    def _reserves(self, tenant: str, now_s: float) -> bool:
-        """Whether a tenant's request that does not fit may hold up those of others."""
+    def _reserves(self, request: QueuedRequest, now_s: float) -> bool:
+        """Whether a request that does not fit may hold up those of other tenants: it might never
+        fit beside them. A smaller one only waits for what its own tenant has in flight."""
+        if not self.router.exceeds_part(request.routing, request.tried):
+            return False
+        tenant = request.routing.tenant
         began_s = self._reserved_s.setdefault(tenant, now_s)
         if now_s - began_s >= RESERVE_EVERY_S:
             began_s = self._reserved_s[tenant] = now_s

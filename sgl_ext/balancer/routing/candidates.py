@@ -6,7 +6,7 @@ from functools import cached_property, reduce
 from math import inf
 from operator import or_
 
-from scheduler.capacity import has_capacity, is_at_hand
+from scheduler.capacity import Capacity, exceeds_part, has_capacity, is_at_hand
 from scheduler.placing.placement import WorkerView, rendezvous
 from scheduler.placing.sessions import Sessions
 from scheduler.placing.shortlist import SMALL_FLEET, Shortlist, bits_of
@@ -92,12 +92,7 @@ class Candidates:
             return False
         if worker.capacity is None or not routing.runs:
             return True
-        tokens = 0
-        if held is not None:
-            missing_tokens = max(routing.prompt_tokens - held[worker.slot].expected_tokens, 0)
-            tokens = worker.capacity.needed(
-                routing.prompt_tokens, missing_tokens, routing.output_tokens
-            )
+        tokens = 0 if held is None else self._tokens(worker, worker.capacity, held)
         return has_capacity(
             worker.capacity,
             worker.running,
@@ -108,6 +103,18 @@ class Candidates:
             peers.pending_tokens,
             routing.tenant,
         )
+
+    def exceeds_part(self, worker: Worker, held: HeldBySlot) -> bool:
+        """Whether the request is larger than its tenant's part of a worker's memory."""
+        if worker.capacity is None:
+            return False
+        tokens, others = self._tokens(worker, worker.capacity, held), worker.peer_load.in_flight
+        return exceeds_part(worker.capacity, worker.running, tokens, others, self._routing.tenant)
+
+    def _tokens(self, worker: Worker, capacity: Capacity, held: HeldBySlot) -> int:
+        routing = self._routing
+        missing_tokens = max(routing.prompt_tokens - held[worker.slot].expected_tokens, 0)
+        return capacity.needed(routing.prompt_tokens, missing_tokens, routing.output_tokens)
 
     def may_go_beyond(self, worker: Worker, prompt_tokens: int, held_tokens: int) -> bool:
         """Whether a worker, which holds so much of the prompt, may be sent the request beyond its

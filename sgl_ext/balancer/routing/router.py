@@ -241,6 +241,11 @@ class Router:
             asked = [w for w in asked if home and w.slot == home[0]] or asked
         return any(candidates.has_capacity(w) for w in asked)
 
+    def exceeds_part(self, routing: RoutingRequest, tried: set[Worker]) -> bool:
+        """Whether a request is larger than its tenant's part of the memory of each worker."""
+        candidates, held = self._candidates(routing, tried), self.prefixes.lookup(routing.chain)
+        return all(candidates.exceeds_part(worker, held) for worker in candidates.all)
+
     def any_available(
         self, besides: Collection[Worker] = (), only: frozenset[str] | None = None
     ) -> bool:

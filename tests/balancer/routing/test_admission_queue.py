@@ -519,6 +519,21 @@ def test_a_tenant_that_claims_all_memory_locks_no_other_out() -> None:
     assert small.attempt is not None
 
 
+def test_what_a_tenant_has_in_flight_itself_holds_up_no_other_tenant() -> None:
+    queue = Queue(max_running=100, urls=["http://a"])
+    queue.report(queue.workers.all[0], max_running=100, capacity_tokens=1000)
+    claims = [queue.arrive(queue.read("x" * 1200, system=f"{n}", **ANN)) for n in range(4)]
+    assert claims[3].attempt is None, "they fill the memory"
+    for _ in range(2):
+        queue.clock.now_s += HOME_WAIT_S
+        queue.admission_queue.sweep()
+    small = queue.arrive(queue.read("x" * 1200, system="ben", **{"x-tenant-id": "ben"}))
+    assert small.attempt is not None
+    landed(queue, claims[0])
+    landed(queue, claims[1])
+    assert claims[3].attempt is not None
+
+
 def test_a_request_beyond_its_tenant_s_part_may_hold_others_up_for_a_while() -> None:
     queue = Queue(max_running=100)
     for worker in queue.workers.all:
