@@ -88,7 +88,7 @@ class Amount:
 # Of few jobs, one that is much larger would decide how large the memory has to be.
 _QUICK = Shape(calls=4, scale=1 / 16, pace=6.0, most_times=3.0)
 PLANS: dict[Size, Amount] = {
-    "full": Amount(3, 24, 16, Shape(calls=6, scale=1 / 10, pace=5.0)),
+    "full": Amount(2, 24, 16, Shape(calls=6, scale=1 / 10, pace=5.0)),
     "quick": Amount(2, 12, 12, _QUICK),
     "brief": Amount(1, 12, 12, _QUICK),
     "smallest": Amount(1, 10, 10, Shape(calls=4, scale=1 / 80, pace=40.0)),
