@@ -24,8 +24,9 @@ above its own less the threshold. A worker has capacity for a request if
        the engine need not wait for a round trip and a tokenization whenever one ends
     2. the rivals' tokens, each tenant's within its part, and its own fit the engine's memory, or
        it has no rivals
-    3. the engine queues no more than those few, or the request could preempt another one
-       there: then it is sent in any case, because only the engine knows if preempting pays
+    3. the engine queues no more than those few and what was sent beyond its capacity, or the
+       request could preempt another one there: then it is sent in any case, because only the
+       engine knows if preempting pays
 
 A size beyond an engine's whole memory counts as 0. Either the engine will reject the prompt at
 once, or the size is wrong: images are counted by their bytes.

@@ -37,8 +37,8 @@ def arm_figures(rounds: Sequence[Played]) -> dict[str, Any]:
 
 
 def by_round(ones: Sequence[Played], others: Sequence[Played]) -> Spread:
-    """The median job of one arm over that of another, round by round: jobs of two rounds are not
-    alike, so that a median over all of them would hang on which round it falls into."""
+    """The median job of one arm over that of another, round by round. The jobs of two rounds are
+    not alike, so a median over all of them would depend on the round that it falls into."""
     return ratio_spread([_median(one) for one in ones], [_median(one) for one in others])
 
 

@@ -139,7 +139,7 @@ class AdmissionQueue:
         if not (self._queue and routing.runs):
             attempt = self.router.place(routing, request.tried, waits_for_home=True)
         elif routing.priority >= self._queue.highest_priority:
-            attempt = self.router.place_at_hand(routing, request.tried)
+            attempt = self._pass_queue(request, now_s)
         else:
             attempt = None
         if attempt is not None:
@@ -156,6 +156,16 @@ class AdmissionQueue:
         if len(self._queue) > self.limit + self.limit // _OVERFLOW:
             self._reject_excess(now_s)
         return request not in self._queue
+
+    def _pass_queue(self, request: QueuedRequest, now_s: float) -> Attempt | None:
+        """Begins the attempt of a request whose prompt is at hand, if it is. Others wait, so it
+        counts for its tenant."""
+        routing = request.routing
+        attempt = self.router.place_at_hand(routing, request.tried)
+        if attempt is not None:
+            cost_tokens = attempt.uncached_tokens + routing.output_tokens
+            self._served.add(routing.tenant, cost_tokens, now_s)
+        return attempt
 
     def by_priority(self) -> dict[int, int]:
         """How many requests of each priority wait."""

@@ -310,6 +310,18 @@ def test_a_prompt_at_hand_does_not_pass_a_more_important_request() -> None:
     assert queue.arrive(same).attempt is not None
 
 
+def test_what_passes_the_queue_counts_for_its_tenant() -> None:
+    queue = Queue(urls=["http://a"])
+    turn = structs.replace(cached_turn(queue), tenant="ann", output_tokens=500)
+    running = queue.fill()
+    first = queue.arrive(queue.read("Bye", **ANN))
+    second = queue.arrive(queue.read("Bye", **{"x-tenant-id": "ben"}))
+    assert queue.arrive(turn).attempt is not None
+    landed(queue, running[0])
+    assert first.attempt is None, "ben was given less"
+    assert second.attempt is not None
+
+
 def test_what_was_sent_beyond_its_capacity_takes_no_capacity_of_an_engine() -> None:
     queue = Queue(urls=["http://a"])
     turn = cached_turn(queue)
