@@ -33,14 +33,16 @@ _MOST_TENANTS = 256
 
 
 class _Agent(msgspec.Struct, gc=False):
-    """shared_tokens: those of its first prompt that a worker held. tokens: what it counts with now.
-    in_flight: its requests. has_returned: it sent one after an answer. lease_s: how long it is
-    awaited, as of its last answer; 0 if it is not. leaves_s: when it leaves, unless it sends a
-    request."""
+    """shared_tokens: those of its first prompt that a worker held. habits: its tenant's. gaps: its
+    own latest ones. tokens: what it counts with now. in_flight: its requests. has_returned: it
+    sent one after an answer. lease_s: how long it is awaited, as of its last answer; 0 if it is
+    not. leaves_s: when it leaves, unless it sends a request."""
 
     tenant: str
     worker: int
     shared_tokens: int
+    habits: Habits
+    gaps: tuple[float, ...] = ()
     priority: int = 0
     own_tokens: int = 0
     tokens: int = 0
@@ -122,14 +124,16 @@ class WorkingSet:
         one = self._agents.get(agent)
         if one is None or one.tenant != tenant:
             self._forget(agent)
-            one = self._agents[agent] = _Agent(tenant, worker, min(held_tokens, prompt_tokens))
-            one.lease_s = self._lease_s(agent, one, refill_s)
+            shared_tokens = min(held_tokens, prompt_tokens)
+            one = _Agent(tenant, worker, shared_tokens, self._habits_of(tenant))
+            self._agents[agent] = one
+            one.lease_s = _lease_s(one, refill_s)
             self._members.setdefault(tenant, OrderedDict())[agent] = None
             if len(self._agents) > self.limit:
                 largest = max(self._members.values(), key=len)
                 self._forget(next(iter(largest)))
         elif not one.in_flight:
-            self._note_return(agent, one, now_s)
+            _note_return(one, now_s)
         one.own_tokens = self.own_tokens(agent, prompt_tokens, held_tokens)
         one.in_flight += 1
         self._set(one, worker, priority, is_awaited=one.lease_s > 0)
@@ -148,7 +152,7 @@ class WorkingSet:
         if is_last:
             self._forget(agent)
             return
-        one.lease_s = self._lease_s(agent, one, refill_s)
+        one.lease_s = _lease_s(one, refill_s)
         self._set(one, one.worker, one.priority, is_awaited=one.lease_s > 0)
         one.answered_s = now_s
         # One that has never come back is waited for, to learn whether its tenant's agents do.
@@ -172,29 +176,12 @@ class WorkingSet:
                 one = self._agents[agent]
                 self._set(one, one.worker, one.priority, is_awaited=False)
                 if not one.has_returned:
-                    self._habits_of(one.tenant).note(is_back=False)
+                    one.habits.note(is_back=False)
 
     def forget_worker(self, worker: int) -> None:
         """A worker is gone, with what it held."""
         for agent in [name for name, one in self._agents.items() if one.worker == worker]:
             self._forget(agent)
-
-    def _lease_s(self, agent: int, one: _Agent, refill_s: float) -> float:
-        """How long an agent is awaited while it is away; 0 if it is not."""
-        habits = self._habits_of(one.tenant)
-        if not one.has_returned and habits.share_back < 0.5:
-            return 0.0
-        absence = habits.absence(f"{agent:x}")
-        if absence.soon_s >= refill_s:
-            return 0.0
-        return min(max(absence.late_s, LEAST_LEASE_S), MOST_LEASE_S, refill_s)
-
-    def _note_return(self, agent: int, one: _Agent, now_s: float) -> None:
-        habits = self._habits_of(one.tenant)
-        habits.note_gap(f"{agent:x}", now_s - one.answered_s)
-        if not one.has_returned:
-            habits.note(is_back=True)
-        one.has_returned = True
 
     def _habits_of(self, tenant: str) -> Habits:
         found = self._habits.get(tenant)
@@ -258,3 +245,20 @@ class WorkingSet:
         assert sums == self._tokens
         assert +awaited == self._awaited
         assert len(self._leaving) <= 2 * len(self) + 64
+
+
+def _lease_s(one: _Agent, refill_s: float) -> float:
+    """How long an agent is awaited while it is away; 0 if it is not."""
+    if not one.has_returned and one.habits.share_back < 0.5:
+        return 0.0
+    absence = one.habits.absence(one.gaps)
+    if absence.soon_s >= refill_s:
+        return 0.0
+    return min(max(absence.late_s, LEAST_LEASE_S), MOST_LEASE_S, refill_s)
+
+
+def _note_return(one: _Agent, now_s: float) -> None:
+    one.gaps = one.habits.note_gap(one.gaps, now_s - one.answered_s)
+    if not one.has_returned:
+        one.habits.note(is_back=True)
+    one.has_returned = True

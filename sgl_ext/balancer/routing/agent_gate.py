@@ -74,7 +74,7 @@ class AgentGate:
         """Where a request may go: where its session is, or else anywhere."""
         workers, home = self._router.workers, self.home(routing)
         worker = None if home is None else workers.at_slot(home)
-        found = workers.all if worker is None or not worker.is_available else [worker]
+        found = [worker] if worker is not None and worker.is_available else workers.all
         found = [w for w in allowed(found, routing.only) if w.is_available and w.role != DECODE]
         if len(found) <= MOST_COMPARED:
             return found

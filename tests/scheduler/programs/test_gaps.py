@@ -105,9 +105,10 @@ def test_whatever_clients_state_the_table_is_bounded(
 @given(st.lists(TIMES, max_size=60))
 def test_an_agents_next_gap_is_read_from_those_before(gaps_s: list[float]) -> None:
     habits = Habits()
+    own: tuple[float, ...] = ()
     for gap_s in gaps_s:
-        habits.note_gap("a", gap_s)
-    found = habits.absence("a")
+        own = habits.note_gap(own, gap_s)
+    found = habits.absence(own)
     assert 0 <= found.soon_s <= found.late_s <= LONGEST_S
     latest = [min(gap_s, LONGEST_S) for gap_s in gaps_s[-32:]]
     if len(latest) >= 4:
