@@ -46,8 +46,8 @@ class OrderedQueue(Generic[T]):
     """Queued items in serving order.
 
     served: the tokens that each tenant was given recently. weights: the tenants' shares.
-    window_s: how long a window is while so many tokens wait; None: `aging_s`. Changes of these, and
-    of `aging_s`, count from the next sort.
+    window_of: how long a window is while so many tokens wait; None: `aging_s`. Changes of these,
+    and of `aging_s`, count from the next sort. window_s: how long it was at the latest one.
     """
 
     def __init__(
@@ -55,13 +55,13 @@ class OrderedQueue(Generic[T]):
         aging_s: float,
         served: Served,
         weights: Mapping[str, float] = {},
-        window_s: Callable[[int], float] | None = None,
+        window_of: Callable[[int], float] | None = None,
     ) -> None:
         self.aging_s = aging_s
         self._served = served
         self._weights = weights
-        self._window_of = window_s
-        self._window_s = 0.0
+        self._window_of = window_of
+        self.window_s = 0.0
         self._cost_tokens = 0
         self._entries: dict[T, Entry[T]] = {}
         self._tenants: Counter[str] = Counter()  # of the entries
@@ -125,7 +125,7 @@ class OrderedQueue(Generic[T]):
     def sort(self, now_s: float) -> Sequence[Entry[T]]:
         """All entries in order."""
         if self._window_of is not None:
-            self._window_s = self._window_of(self._cost_tokens)
+            self.window_s = self._window_of(self._cost_tokens)
         self._sorted = self._in_order(list(self._entries.values()), now_s)
         self._sorted_s = now_s
         self._new = []
@@ -134,7 +134,7 @@ class OrderedQueue(Generic[T]):
     def _in_order(self, entries: list[Entry[T]], now_s: float) -> list[Entry[T]]:
         waiting = [entry.waiting for entry in entries]
         served = self._served.at(now_s)
-        order = in_order(waiting, now_s, self.aging_s, served, self._weights, self._window_s)
+        order = in_order(waiting, now_s, self.aging_s, served, self._weights, self.window_s)
         return [entries[position] for position in order]
 
 

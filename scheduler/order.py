@@ -31,7 +31,8 @@ prompt is cheap and goes first, and its agent's next one is cached again. An evi
 and evicts others, whose next prompts are dear then. If all are served by age, each prompt is
 computed again, as in FCFS. So a window lasts as long as it takes to compute WORK times what waits.
 Then what is served for its age alone takes one part in WORK of the engine's time, and the rest goes
-to agents that are in memory.
+to agents that are in memory. Where requests wait in one queue after another, their age counts in
+both. So the second queue's windows are as long as the first one's.
 """
 
 from collections.abc import Mapping, Sequence
@@ -73,10 +74,13 @@ def step(priority: int, waited_s: float, aging_s: float) -> int:
     return priority + floor(waited_s / aging_s)
 
 
-def window_of(waiting_s: float, aging_s: float) -> float:
-    """How long a window is, in seconds. waiting_s: how long the engines take to compute all that
-    waits; 0 if that is not known. `aging_s` at least, and MOST times that at most."""
-    return min(max(WORK * waiting_s, aging_s), MOST * aging_s)
+def window_of(waiting_s: float, aging_s: float, stated_s: float = 0.0) -> float:
+    """How long a window is, in seconds: `aging_s` at least, and MOST times that at most.
+
+    waiting_s: how long the engines take to compute all that waits; 0 if that is not known.
+    stated_s: how long a window is in the queue that requests waited in before; it is as long here.
+    """
+    return min(max(WORK * waiting_s, aging_s, stated_s), MOST * aging_s)
 
 
 def in_order(

@@ -31,6 +31,8 @@ GROUP_HEADER = "x-sgl-ext-cache-group"
 OWNER_HEADER = "x-sgl-ext-owner"
 # Seconds that the balancer held a request back before it sent it to the engine.
 QUEUED_HEADER = "x-sgl-ext-queued-s"
+# How long a window of its queue was then (`scheduler.order`).
+WINDOW_HEADER = "x-sgl-ext-window-s"
 # What a request is for, if it is not the first attempt of a client's own: "retry-1", "standby".
 PURPOSE_HEADER = "x-sgl-ext-purpose"
 # The data-parallel rank of the engine that the balancer chose.
@@ -51,6 +53,7 @@ INTERNAL_HEADERS = (
     OWNER_HEADER,
     PURPOSE_HEADER,
     QUEUED_HEADER,
+    WINDOW_HEADER,
     RANK_HEADER,
     BOOTSTRAP_HEADER,
     DEFAULTS_HEADER,

@@ -48,6 +48,7 @@ async def test_a_request_is_sent_to_an_engine_with_its_body_and_the_balancers_he
         authorization="Bearer 0123456789abcdef-key",
         x_sgl_ext_rank="7",
         x_sgl_ext_queued_s="99",
+        x_sgl_ext_window_s="99",
         x_other="kept",
     )
     assert destination == engine.url.removeprefix("http://")
@@ -55,7 +56,7 @@ async def test_a_request_is_sent_to_an_engine_with_its_body_and_the_balancers_he
     # As on every way to an engine: its secret is there, and the client cannot set what it believes.
     assert asked.changed["x-sgl-ext-engine-secret"] == "0123456789abcdef-secret"
     assert asked.changed["x-sgl-ext-rank"] == "0"
-    assert {"authorization", "x-sgl-ext-queued-s"} <= {*asked.removed}
+    assert {"authorization", "x-sgl-ext-queued-s", "x-sgl-ext-window-s"} <= {*asked.removed}
     assert "x-other" not in {*asked.changed, *asked.removed}
     assert picker.in_flight == [1]
     assert await asked.complete(b'{"usage": {}}') == b'{"usage": {}}'

@@ -110,7 +110,8 @@ _LINES = [
     *(b"x-tenant-id: t", b"x-tenant-id: u", b"x-tenant-id: \xe9", b"x-sgl-ext-cache-group: g"),
     *(b"x-sgl-ext-owner: o", b"connection: x-tenant-id"),
     *(b"connection: x-sgl-ext-priority, session-id", b"session_id: \xff"),
-    *(b"x-sgl-ext-queued-s: 5", b"anthropic-version: 1", b"content-type: application/json"),
+    *(b"x-sgl-ext-queued-s: 5", b"x-sgl-ext-window-s: 1e9", b"anthropic-version: 1"),
+    b"content-type: application/json",
 ]
 _SCALAR = re.compile(r'(?<=[\[:,]) ?(?:"[^"\\]*"|-?[0-9.]+|true|false|null)(?=[,}\]])')
 _MEMBER = re.compile(r'"[a-z_]+": ')

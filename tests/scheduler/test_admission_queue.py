@@ -46,7 +46,7 @@ def test_what_waits_decides_how_long_a_window_is() -> None:
         asked.append(tokens)
         return 30.0 if tokens > 10 else 0.0
 
-    waits = OrderedQueue[str](10.0, Served(), window_s=window_s)
+    waits = OrderedQueue[str](10.0, Served(), window_of=window_s)
     waits.add("dear", Waiting(0, 100.0, 9))
     waits.add("cheap", Waiting(0, 112.0, 2))
     assert names(waits.head(9, 112.0)) == ["cheap", "dear"], "11 tokens wait"

@@ -77,6 +77,8 @@ def test_a_window_is_as_long_as_the_work_that_waits_asks_for_within_bounds() -> 
     assert window_of(0.0, 10) == 10, "what waits is not known, or nothing does"
     assert window_of(5.0, 10) == WORK * 5.0
     assert window_of(1e9, 10) == MOST * 10
+    assert window_of(1.0, 10, 30.0) == 30.0, "as long as in the queue before"
+    assert window_of(1.0, 10, 1e9) == MOST * 10
     assert window_of(5.0, 0) == 0, "without aging there are no windows"
     assert window_of(5.0, inf) == inf
 

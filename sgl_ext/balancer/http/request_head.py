@@ -32,6 +32,7 @@ from sgl_ext.requests.session import (
     QUEUED_HEADER,
     RANK_HEADER,
     SECRET_HEADER,
+    WINDOW_HEADER,
     hints_of,
 )
 
@@ -56,6 +57,7 @@ _NOT_UPSTREAM = (
         DEFAULTS_HEADER.encode(),
         PURPOSE_HEADER.encode(),
         QUEUED_HEADER.encode(),
+        WINDOW_HEADER.encode(),
         RANK_HEADER.encode(),
         BOOTSTRAP_HEADER.encode(),
         SECRET_HEADER.encode(),

@@ -31,14 +31,23 @@ from sgl_ext.balancer.routing.worker import Worker
 from sgl_ext.protocols.errors import BalancerError, internal_error, no_engine
 from sgl_ext.protocols.request_ids import new_request_id
 from sgl_ext.protocols.trace_context import lines_of_new, new_trace_id
-from sgl_ext.requests.session import PURPOSE_HEADER, QUEUED_HEADER, REFUSED, SECRET_HEADER
+from sgl_ext.requests.session import (
+    PURPOSE_HEADER,
+    QUEUED_HEADER,
+    REFUSED,
+    SECRET_HEADER,
+    WINDOW_HEADER,
+)
 
 MAX_ATTEMPTS = 3
 # How many engines one request may take along.
 MAX_LOST = 2
 _REFUSED_LINE = b"%b: %b\r\n" % (SECRET_HEADER.encode(), REFUSED)
 _RETRY_LINE = b"%b: retry-%%d\r\n" % PURPOSE_HEADER.encode()
-_QUEUED_LINE = b"%b: %%.3f\r\n" % QUEUED_HEADER.encode()
+_QUEUED_LINES = b"%b: %%.3f\r\n%b: %%.3f\r\n" % (
+    QUEUED_HEADER.encode(),
+    WINDOW_HEADER.encode(),
+)
 
 
 class Stage(Enum):
@@ -183,7 +192,7 @@ class Delivery(ABC):
         if self._attempts > 1:
             lines += _RETRY_LINE % (self._attempts - 1)
         if self._queued_s:
-            lines += _QUEUED_LINE % self._queued_s
+            lines += _QUEUED_LINES % (self._queued_s, self._services.admission_queue.window_s)
         end = "\r\n"
         if body or head.method not in ("GET", "HEAD"):
             end = f"content-length: {len(body)}\r\n\r\n"

@@ -85,7 +85,7 @@ class AdmissionQueue:
         self._served = Served()
         self._reserved_s: dict[str, float] = {}  # when a tenant began to hold others up
         self._queue: OrderedQueue[QueuedRequest] = OrderedQueue(
-            self.aging_s, self._served, self.router.tenants.weights, self._window_s
+            self.aging_s, self._served, self.router.tenants.weights, self._window_of
         )
         self._gate = AgentGate(self.router, min(self.hold_s, self.timeout_s / 2))
         self._held: OrderedQueue[QueuedRequest] = OrderedQueue(
@@ -111,8 +111,16 @@ class AdmissionQueue:
     def __len__(self) -> int:
         return len(self._queue) + len(self._held)
 
-    def _window_s(self, waiting_tokens: int) -> float:
-        """How long a window is: so long that a request in turn for its age is placed in time."""
+    @property
+    def window_s(self) -> float:
+        """How long a window was when the queue was last put in order."""
+        return self._queue.window_s
+
+    def _window_of(self, waiting_tokens: int) -> float:
+        """How long a window is while so much waits, and what is held back: so long that a request
+        in turn for its age is placed in time."""
+        held = (entry.item for entry in self._held)
+        waiting_tokens += sum(request.routing.prompt_tokens for request in held if request)
         window_s = window_of(self.router.compute_s(waiting_tokens), self.aging_s)
         return min(window_s, self.timeout_s / 2)
 

@@ -44,7 +44,7 @@ COUNTERS: dict[str, tuple[str, ...]] = {
     "parallel_calls_left_out": ("Further calls of answers whose clients take one at most.",),
     "priority_hints_ignored": ("Other vendors' priority hints with unknown values.", "path"),
     "priority_clamped": ("Requests that asked for more priority than their tenant has.", "path"),
-    "queued_headers_malformed": ("Requests with a malformed time in the balancer's queue.", "path"),
+    "queued_headers_malformed": ("Malformed times of the balancer's queue.", "path"),
     "default_hints_malformed": ("Requests with default hints that could not be read.", "path"),
     "preempted_requests": ("Requests preempted for their slot or their memory.",),
     "preempted_tokens": ("Tokens that preempted requests had generated.",),

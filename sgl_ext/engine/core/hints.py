@@ -25,7 +25,8 @@ class Hints(NamedTuple):
     """What the scheduler knows of a request. `hashes` and `ends` are those of its `Chain`.
 
     pins: as in `RequestContext`. sent_s: the HTTP process's monotonic clock when it was sent.
-    queued_s: how long it had waited in the balancer by then.
+    queued_s: how long it had waited in the balancer by then. window_s: how long a window of the
+        balancer's queue was.
     is_reusable: whether the client may come back for the prompt's prefix.
     is_demoted: whether the session's pins on this prompt are to end.
     output_tokens: the length of answer that the client expects, None if it does not say.
@@ -46,6 +47,7 @@ class Hints(NamedTuple):
     queued_s: float = 0.0
     is_demoted: bool = False
     conversation: str = ""
+    window_s: float = 0.0
 
 
 def attach(request: GenerateReqInput, context: RequestContext) -> None:
@@ -85,6 +87,7 @@ def _encode(context: RequestContext) -> KvHintAction:
         queued_s=context.queued_s,
         is_demoted=context.is_demoted,
         conversation=digest(conversation) if conversation else "",
+        window_s=context.window_s,
     )
     packed = b"".join([segment.to_bytes(_HASH_BYTES) for segment in hints.hashes])
     return sglang_api.KvHintAction(

@@ -47,7 +47,8 @@ class RequestContext:
     conversation: a number that all turns of a conversation share; None if it is unknown.
     request_id: by which the client and the balancer know it.
     purpose: what the balancer sent it for, "" for the first attempt of a client's own.
-    queued_s: how long the request waited in the balancer's admission queue.
+    queued_s: how long the request waited in the balancer's admission queue. window_s: how long a
+        window of that queue was then.
     bootstrap: host, port and room through which a prefill engine hands its KV to a decode engine.
     rank: the data-parallel rank that the balancer chose; None: SGLang chooses.
     is_last: the client says that this is the conversation's last turn.
@@ -85,6 +86,7 @@ class RequestContext:
     request_id: str = ""
     purpose: str = ""
     queued_s: float = 0.0
+    window_s: float = 0.0
     bootstrap: tuple[str, int, int] | None = None
     rank: int | None = None
     is_last: bool = False

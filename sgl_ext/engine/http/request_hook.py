@@ -34,6 +34,7 @@ from sgl_ext.requests.session import (
     GROUP_HEADER,
     QUEUED_HEADER,
     RANK_HEADER,
+    WINDOW_HEADER,
     is_final,
     salt_of,
     session_key,
@@ -136,7 +137,8 @@ def _read_context(extension: HttpExtension, request: Any, path: str, body: Any) 
         session=stated_session(headers, body) or "",
         request_id=request_id_of(request.scope),
         purpose=purpose_of(headers),
-        queued_s=_read_queued_s(path, headers),
+        queued_s=_read_seconds(path, headers, QUEUED_HEADER),
+        window_s=_read_seconds(path, headers, WINDOW_HEADER),
         bootstrap=_read_bootstrap(headers),
         rank=extension.rank_of(headers.get(RANK_HEADER)),
         is_last=is_final(headers),
@@ -156,9 +158,9 @@ def _read_defaults(path: str, headers: dict[str, str]) -> DefaultHints:
         return NO_DEFAULTS
 
 
-def _read_queued_s(path: str, headers: dict[str, str]) -> float:
-    """How long the balancer held the request back, at most MAX_QUEUED_S; 0 if it is malformed."""
-    stated = headers.get(QUEUED_HEADER)
+def _read_seconds(path: str, headers: dict[str, str], name: str) -> float:
+    """What the balancer states of its queue, at most MAX_QUEUED_S; 0 if it is malformed."""
+    stated = headers.get(name)
     if stated is None:
         return 0.0
     if not _SECONDS.fullmatch(stated):

@@ -48,7 +48,7 @@ def order_queue(
         waiting = [_waiting(req, now_s, extension.load_share) for req in queue]
         served, aging_s = extension.served.at(now_s), extension.settings.aging_s
         waiting_s = extension.token_s * sum(one.cost_tokens for one in waiting)
-        window_s = window_of(waiting_s, aging_s)
+        window_s = window_of(waiting_s, aging_s, max(map(_stated_window_s, queue)))
         order = in_order(waiting, now_s, aging_s, served, extension.weights, window_s)
         queue[:] = [queue[index] for index in order]
     extension.first_waiting = queue[0] if queue else None
@@ -144,6 +144,12 @@ def _waiting(req: Req, now_s: float, load_share: float) -> Waiting:
     cost = uncached + int(loaded * load_share) + (expected or 0)
     owner = hints.owner if hints is not None else ""
     return Waiting(req.priority, state.arrived_s(now_s), cost, owner)
+
+
+def _stated_window_s(req: Req) -> float:
+    """How long a window was in the balancer's queue when this request left it."""
+    hints = state_of(req).hints
+    return 0.0 if hints is None else hints.window_s
 
 
 def applies(req: Req) -> bool:

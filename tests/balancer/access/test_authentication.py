@@ -71,11 +71,12 @@ async def test_without_keys_a_client_sets_the_tenant_and_no_other_internal_heade
 ) -> None:
     engine = Engine("a")
     client = await start(engine)
-    names = (*_WHOSE, "x-sgl-ext-queued-s", "x-sgl-ext-engine-secret")
+    queue = "x-sgl-ext-queued-s", "x-sgl-ext-window-s"
+    names = (*_WHOSE, *queue, "x-sgl-ext-engine-secret")
     forged = dict.fromkeys(names, "bob")
     assert await status(client, "POST", MESSAGES, **forged) == 200
     assert told(engine) == ("bob", None, None)
-    assert not {"x-sgl-ext-queued-s", "x-sgl-ext-engine-secret"} & set(engine.seen[-1][2])
+    assert not {*queue, "x-sgl-ext-engine-secret"} & set(engine.seen[-1][2])
 
 
 async def test_the_key_decides_the_tenant(start: Start, some_keys: Keys) -> None:

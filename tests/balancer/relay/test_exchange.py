@@ -10,7 +10,8 @@ import pytest
 from aiohttp import web
 
 from sgl_ext.balancer.relay.exchange import Exchange
-from sgl_ext.requests.session import QUEUED_HEADER
+from sgl_ext.requests.session import QUEUED_HEADER, WINDOW_HEADER
+from sgl_ext.settings.schema import BalancerSettings
 from tests.balancer.conftest import Engine, Start
 
 EVENT = b'data: {"n": 1}\n\n'
@@ -78,7 +79,7 @@ async def test_an_engine_learns_from_the_balancer_alone_how_long_a_request_waite
 
     engine = Engine("a", slow)
     client = await start(engine, max_in_flight=1)
-    headers = {QUEUED_HEADER: "3600"}
+    headers = {QUEUED_HEADER: "3600", WINDOW_HEADER: "3600"}
 
     async def send(text: str) -> None:
         said = {"messages": [{"role": "user", "content": text}]}
@@ -97,8 +98,9 @@ async def test_an_engine_learns_from_the_balancer_alone_how_long_a_request_waite
             pass
         release.set()
     (_, _, at_once), (_, _, queued) = engine.seen
-    assert QUEUED_HEADER not in at_once
+    assert not {QUEUED_HEADER, WINDOW_HEADER} & {*at_once}
     assert [0 < float(value) < 20 for value in queued.getall(QUEUED_HEADER)] == [True]
+    assert [float(value) for value in queued.getall(WINDOW_HEADER)] == [BalancerSettings().aging_s]
 
 
 async def test_events_arrive_one_by_one(start: Start) -> None:

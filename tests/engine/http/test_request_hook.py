@@ -215,7 +215,7 @@ async def test_of_two_tenant_headers_the_last_counts() -> None:
 
 
 @pytest.mark.parametrize(
-    ("header", "queued_s", "malformed"),
+    ("header", "seconds", "malformed"),
     [
         (None, 0.0, 0),
         ("12.345", 12.345, 0),
@@ -224,16 +224,17 @@ async def test_of_two_tenant_headers_the_last_counts() -> None:
         *((bad, 0.0, 1) for bad in ("", "-1", "nan", "inf", "1e9", "soon", "9" * 400)),
     ],
 )
-async def test_the_wait_in_the_balancer_is_read_bounded_and_ignored_if_malformed(
-    header: str | None, queued_s: float, malformed: int
+@pytest.mark.parametrize("name", ["queued_s", "window_s"])
+async def test_what_the_balancer_says_of_its_queue_is_read_bounded_and_ignored_if_malformed(
+    name: str, header: str | None, seconds: float, malformed: int
 ) -> None:
     counted = counter("queued_headers_malformed").labels("/generate")._value
     before = counted.get()
-    headers = {} if header is None else {"x-sgl-ext-queued-s": header}
+    headers = {} if header is None else {f"x-sgl-ext-{name.replace('_', '-')}": header}
     await request_hook.read_body(Request.json, Request({"text": "t"}, "/generate", headers))
     context = current()
     assert context is not None
-    assert context.queued_s == queued_s
+    assert getattr(context, name) == seconds
     assert counted.get() - before == malformed
 
 

@@ -27,6 +27,7 @@ INTERNAL = {
     "x-sgl-ext-cache-group": "g",
     "x-sgl-ext-owner": "team",
     "x-sgl-ext-queued-s": "9.5",
+    "x-sgl-ext-window-s": "20",
 }
 OTHERS = {"x-sgl-ext-session-id": "mine", "x-sgl-ext-priority": "3"}
 

@@ -8,15 +8,19 @@ from typing import Any
 
 import pytest
 
+from scheduler.order import MOST
 from sgl_ext.engine.core.hints import Hints
 from sgl_ext.engine.scheduler import priority
 from sgl_ext.engine.scheduler.state import RequestState, extension_of, state_of
 from sgl_ext.settings.schema import EngineSettings, Tenant
 
 
-def request(owner: str, importance: int = 0, queued_s: float = 0.0) -> SimpleNamespace:
+def request(
+    owner: str, importance: int = 0, queued_s: float = 0.0, window_s: float = 0.0
+) -> SimpleNamespace:
     """A request of 100 tokens, with the fields that its place in the queue depends on."""
-    hints = Hints((), (), (), owner, "", 0.0, True, False, True, queued_s=queued_s)
+    waited = {"queued_s": queued_s, "window_s": window_s}
+    hints = Hints((), (), (), owner, "", 0.0, True, False, True, **waited)
     return SimpleNamespace(
         priority=importance,
         origin_input_ids=[0] * 100,
@@ -101,6 +105,16 @@ def test_what_waits_decides_for_how_long_the_cheapest_go_first() -> None:
     assert ordered([cold, cached]) == [cold, cached]
     assert ordered([cold, cached], token_s=0.05) == [cached, cold], "a window is 22 s"
     assert ordered([cold, cached], token_s=0.03) == [cold, cached], "a window is 13 s"
+
+
+def test_an_engines_window_is_as_long_as_that_of_the_queue_that_a_request_waited_in() -> None:
+    """Else its age would let it pass cheap requests here that it could not pass there."""
+    cold, cached = request("one", queued_s=15.0, window_s=20.0), request("one")
+    cached.num_matched_prefix_tokens = 90
+    assert ordered([cold, cached]) == [cached, cold]
+    aging_s = EngineSettings().aging_s
+    older = request("one", queued_s=MOST * aging_s + 1, window_s=1e9)
+    assert ordered([cached, older]) == [older, cached], "no window is longer than MOST times that"
 
 
 def test_a_wait_in_the_balancer_counts_as_a_wait_in_the_engine() -> None:
