@@ -191,7 +191,7 @@ class BalancerSettings(RequestSettings, frozen=True, kw_only=True):
         RELOADS,
         "Learn how much slower an engine is than others, and place by it: routing.md.",
     ] = True
-    queue_timeout_s: Annotated[PositiveSeconds, RELOADS, "Longest wait for capacity."] = 60.0
+    queue_timeout_s: Annotated[PositiveSeconds, RELOADS, "Longest wait for capacity."] = 240.0
     agent_hold_s: Annotated[
         Seconds,
         RELOADS,

@@ -102,6 +102,23 @@ def test_the_end_of_an_agent_makes_room_at_once() -> None:
     assert not is_held(third)
 
 
+def test_what_is_held_back_counts_as_work_that_waits() -> None:
+    """It decides for how long the cheapest go first."""
+    windows_s = []
+    for holds in (False, True):
+        queue, *_ = full()
+        if holds:
+            assert is_held(queue.program("three"))
+        short = queue.arrive()
+        queue.pass_s(1, queued=100)
+        waits = queue.arrive()
+        queue.pass_s(1)
+        assert not is_held(short)
+        assert is_held(waits)
+        windows_s.append(queue.admission_queue.window_s)
+    assert windows_s == [10.0, TIMEOUT_S / 2]
+
+
 def test_held_requests_are_sent_in_the_order_of_priority_and_then_of_arrival() -> None:
     queue, urgent = Held(), {"x-sgl-ext-priority": "5"}
     running = [queue.agent(name, **urgent) for name in ("one", "two")]
