@@ -116,6 +116,9 @@ def test_what_is_held_back_counts_as_work_that_waits() -> None:
         assert not is_held(short)
         assert is_held(waits)
         windows_s.append(queue.admission_queue.window_s)
+        queue.pass_s(HOLD_S, queued=0)
+        assert not is_held(waits)
+        assert queue.admission_queue.window_s == 10.0, "nothing waits any more"
     assert windows_s == [10.0, TIMEOUT_S / 2]
 
 
