@@ -25,8 +25,7 @@ A round is each arm, in an order that rotates, with an empty cache and the same 
 better. `by_round` has the range. A job's time leaves out the time in which its person thinks.
 Answers follow a script, so that tools are called, except for each agent's last answer, which is the
 model's own at temperature 0: it must be the same in all arms. `starved` are requests of ours that
-waited for their first token for more than four times as long as any request to `stock` did, which
-serves all in turn: so long is a window of our queues (`scheduler.order`).
+waited for their first token for more than 30 s, at any size.
 
 The run is not valid unless the tokens of live agents really exceed the memory by far, by the
 tokens that the engines counted, and stock SGLang computes prompts again for that reason.
@@ -55,7 +54,7 @@ from typing import Any
 import requests
 from sgl_ext_cpu.node import Node, running_balancer
 
-from bench.agents.job_figures import arm_figures, by_round, differing, starved
+from bench.agents.job_figures import arm_figures, by_round, differing
 from bench.agents.job_run import Played, Player
 from bench.agents.jobs import Maker, Plan, Shape, script_of
 from bench.lib.arms import rotated, running_arms
@@ -197,7 +196,7 @@ class Trial:
         ratios = {n: by_round(seen["ours"], rounds) for n, rounds in seen.items() if n != "ours"}
         return {
             **{f"job_p50_vs_{name}": ratio["median"] for name, ratio in ratios.items()},
-            "starved": starved(seen["ours"], seen[base]),
+            "starved": arms["ours"]["starved"],
             "by_round": ratios,
             "pool_tokens": self._pool_tokens,
             "working_set_over_pool": over,

@@ -9,7 +9,9 @@ from typing import Any
 from bench.agents.job_run import Played, Sent
 from bench.agents.jobs import ROLES
 from bench.lib.spread import Spread, ratio_spread
-from scheduler.order import WORK
+
+STARVED_S = 30.0
+"""A request that waits longer for its first token has starved."""
 
 
 def arm_figures(rounds: Sequence[Played]) -> dict[str, Any]:
@@ -28,6 +30,7 @@ def arm_figures(rounds: Sequence[Played]) -> dict[str, Any]:
         **_percentiles("ttft", [one.ttft_s for one in sent]),
         "ttft_max_s": round(max(one.ttft_s for one in sent), 3),
         "tokens_in_per_token_out": _in_per_out(sent),
+        "starved": sum(one.ttft_s > STARVED_S for one in sent),
         "jobs": len(jobs_s),
         "requests": len(sent),
     }
@@ -38,16 +41,6 @@ def by_round(ones: Sequence[Played], others: Sequence[Played]) -> Spread:
     """The median job of one arm over that of another, round by round. The jobs of two rounds are
     not alike, so a median over all of them would depend on the round that it falls into."""
     return ratio_spread([_median(one) for one in ones], [_median(one) for one in others])
-
-
-def starved(ones: Sequence[Played], fcfs: Sequence[Played]) -> int:
-    """How many requests waited for their first token for more than WORK times as long as any one
-    of the same round does where all are served in turn: a window lasts so many times what waits."""
-    found = 0
-    for played, in_turn in zip(ones, fcfs, strict=True):
-        longest_s = max(one.ttft_s for one in in_turn.sent)
-        found += sum(one.ttft_s > WORK * longest_s for one in played.sent)
-    return found
 
 
 def differing(arms: Mapping[str, Sequence[Played]]) -> list[str]:

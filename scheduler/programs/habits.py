@@ -4,7 +4,7 @@ from typing import NamedTuple
 
 from scheduler.programs.gaps import LEAST_GAPS, LONGEST_S
 
-_LATEST = 32  # gaps that are kept, of an agent and of a tenant
+_LATEST = 32  # gaps, of each agent and of each tenant
 _MOST_COUNTED = 128.0
 # Gaps that are expected while few were seen.
 _USUAL_GAPS = (0.3, 2.0, 10.0, 60.0)

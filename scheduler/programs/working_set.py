@@ -10,9 +10,9 @@ An agent that is away is awaited if
 - it is usually away for less time than its worker takes to compute all that fits into its memory:
   what is awaited for longer could have been computed again meanwhile.
 
-A lease is as long as nine in ten of its gaps (`scheduler.programs.gaps`). An agent that is awaited
-counts with a quarter more, for what it adds until it is back. Another one counts while it computes.
-An agent counts without the tokens that a worker had when it began: so what many share counts once.
+A lease is as long as nine in ten of its gaps (`scheduler.programs.habits`). An agent that is
+awaited counts with a quarter more, for what it adds until it is back. Another one counts while it
+computes. An agent counts without the tokens that a worker had when it began: so what many share counts once.
 
 Whatever a client says, an agent that computes is in the set. An agent has the priority of its last
 request.

@@ -240,7 +240,7 @@ class AdmissionQueue:
         if len(self._queue) > self.limit:
             self._reject_excess(now_s)
         if not self._queue:
-            self._queue.sort(now_s)  # its window is that of an empty queue again
+            self._queue.sort(now_s)  # its window does not outlast it
         is_futile = bool(self._queue) and not self.router.may_wait()
         for entry in self._queue:
             request = entry.item
