@@ -12,7 +12,8 @@ An agent that is away is awaited if
 
 A lease is as long as nine in ten of its gaps (`scheduler.programs.habits`). An agent that is
 awaited counts with a quarter more, for what it adds until it is back. Another one counts while it
-computes. An agent counts without the tokens that a worker had when it began: so what many share counts once.
+computes. An agent counts without the tokens that a worker had when it began: so what many share
+counts once.
 
 Whatever a client says, an agent that computes is in the set. An agent has the priority of its last
 request.
