@@ -37,12 +37,12 @@ _FIRST_START_S, _ENVIRONMENT_S, _STEP_S = 330.0, 150.0, 150.0
 
 def main() -> int:
     options = _parser().parse_args()
-    began, run = time.strftime("%Y-%m-%d %H:%M:%S %Z"), Run(options)
     machine, unusable = Machine(None), ""
     try:
         machine = find_machine()
     except SettingsError as error:
         unusable = str(error)
+    run = Run(options, is_cpu=machine.gpu is None and not unusable)
     os.environ |= machine.environment
     run.step(Step("environment", "bench.gpu.environment", limit_s=_ENVIRONMENT_S))
     try:
@@ -55,18 +55,10 @@ def main() -> int:
     except (LookupError, OSError) as error:
         print(f"FAILED: {error}", flush=True)
         run.results.append(Result("model", "failed", why=str(error)))
+        run.write()
     else:
         with _forked(machine, run.folder) as variables:
             measure(run, machine, model, variables)
-    report = {
-        "began": began,
-        "seconds": round(run.seconds, 1),
-        "is_cpu": machine.gpu is None and not unusable,
-        "model": machine.model,
-        "steps": [result.document() for result in run.results],
-    }
-    (run.folder / "report.json").write_text(json.dumps(report, indent=1) + "\n")
-    (run.folder / "report.md").write_text(page(report))
     wrong = failed(run.results)
     ended = f"failed: {', '.join(wrong)}" if wrong else "all steps ended well"
     print(f"{run.folder / 'report.md'}: {ended}")
@@ -74,9 +66,16 @@ def main() -> int:
 
 
 class Run:
-    """The steps so far, and the time that is left. It prints each step as it begins and ends."""
+    """The steps so far, and the time that is left. It prints each step as it begins and ends, and
+    then writes the report, so that one which is cut short is there, too.
 
-    def __init__(self, options: argparse.Namespace) -> None:
+    model: the shape of its weights, once it is chosen.
+    """
+
+    def __init__(self, options: argparse.Namespace, *, is_cpu: bool) -> None:
+        self.model = ""
+        self._is_cpu = is_cpu
+        self._began = time.strftime("%Y-%m-%d %H:%M:%S %Z")
         self.folder: Path = options.folder.resolve()
         self.folder.mkdir(parents=True, exist_ok=True)
         self.names: Sequence[str] = options.only
@@ -104,7 +103,9 @@ class Run:
             yield result.status == "ok"
 
     def leave_out(self, name: str, why: str) -> None:
-        """Notes a step that cannot run."""
+        """Notes a step that cannot run, if it is one of those to run."""
+        if name not in self.names:
+            return
         print(f"{name} ...", end=" ", flush=True)
         self._note(Result(name, "not run", why=why))
 
@@ -112,10 +113,24 @@ class Run:
         ended = "ok" if result.status == "ok" else f"{result.status.upper()}: {result.why}"
         print(f"{ended} ({result.seconds:.0f} s)", flush=True)
         self.results.append(result)
+        self.write()
+
+    def write(self) -> None:
+        """Writes the report of the steps so far."""
+        report = {
+            "began": self._began,
+            "seconds": round(self.seconds, 1),
+            "is_cpu": self._is_cpu,
+            "model": self.model,
+            "steps": [result.document() for result in self.results],
+        }
+        (self.folder / "report.json").write_text(json.dumps(report, indent=1) + "\n")
+        (self.folder / "report.md").write_text(page(report))
 
 
 def measure(run: Run, machine: Machine, model: Path, forked: dict[str, str]) -> None:
     """All steps that have engines. forked: variables with which an engine is forked."""
+    run.model = machine.model
     variant = ("--batch-variant",) if machine.gpu is not None else ()
     own, few = machine.write_configs(run.folder)
 
@@ -135,6 +150,11 @@ def measure(run: Run, machine: Machine, model: Path, forked: dict[str, str]) -> 
                 else:
                     run.leave_out(name, "its engines did not start")
     run.step(step(_EQUALITY, "bench.gpu.equality", own))
+    whys = {result.name: result.why for result in run.results if result.status == "failed"}
+    if "start" in whys and whys["start"] == whys.get(_EQUALITY):
+        for name in (_DETERMINISTIC, *_OWN):
+            run.leave_out(name, f"no engine starts: {whys['start']}")
+        return
     if machine.gpu is not None:  # the CPU has no other kernels
         run.step(
             step(

@@ -37,7 +37,9 @@ def _lines(report: Mapping[str, Any]) -> Iterator[str]:
     wrong = [name for name, step in steps.items() if step["status"] != "ok"]
     ended = f"failed: {', '.join(wrong)}" if wrong else "all steps ended well"
     yield f"`make gpu-report`, {report['began']}, {report['seconds']:.0f} s: {ended}."
-    yield f"Model: random weights in the shape `{report['model']}`. `report.json` has all figures."
+    if report["model"]:
+        yield f"Model: random weights in the shape `{report['model']}`."
+    yield "`report.json` has all figures."
     yield ""
     rows = [
         (name, step["status"], f"{step['seconds']:.0f}", step["why"])

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -18,11 +19,15 @@ from typing import Any, Literal
 from sgl_ext_cpu.node import ROOT
 
 from bench.lib.script import NOT_VALID
+from sgl_ext.node.start.failure import failure
 
 Status = Literal["ok", "failed", "not valid", "not run"]
 _OUTPUT, _ERRORS = "output.log", "errors.log"
 _ENDING_S = 30.0
 _SHOWN_LINES = 30
+_TRACE = "Traceback (most recent call last):"
+_RAISED = re.compile(r"[A-Za-z_][\w.]*(Error|Exception): ")
+_LONGEST = 400
 
 
 @dataclass(frozen=True)
@@ -145,11 +150,18 @@ def last_object(output: str) -> dict[str, Any] | None:
 
 
 def reason(errors: str, status: int | None, limit_s: float) -> str:
-    """Why a step failed, in one line. status: None if its time ran out."""
-    lines = [line.strip() for line in errors.splitlines() if line.strip()]
+    """Why a step failed, in one line: the exception, also that of an engine whose log is in
+    `errors`, or else the last line. status: None if its time ran out."""
+    lines = [line.rstrip() for line in errors.splitlines() if line.strip()]
     if status is None:
         return f"it did not end within {limit_s:.0f} s"
-    return lines[-1] if lines else f"it ended with status {status} and no message"
+    if not lines:
+        return f"it ended with status {status} and no message"
+    if not any(_TRACE in line for line in lines):
+        return lines[-1].strip()
+    shown = [line.strip() for line in failure(lines)]
+    raised = [at for at, line in enumerate(shown) if _RAISED.match(line)]
+    return " ".join(shown[raised[-1] if raised else -1 :])[:_LONGEST]
 
 
 def log_ends(folder: Path) -> str:

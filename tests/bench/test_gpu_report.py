@@ -61,6 +61,27 @@ def test_a_step_that_fails_gives_its_reason_and_its_engines_logs(
     assert "==> ours/engine-0.log\nfirst\nout of memory" in result.log_end
 
 
+ENGINE_FAILS = """\
+log = '''[2026-01-02 03:04:05] Scheduler hit an exception: Traceback (most recent call last):
+  File "layers.py", line 36, in <module>
+    import cutlass
+ModuleNotFoundError: No module named 'cutlass'
+
+[2026-01-02 03:04:05] kill_process_tree called: parent_pid=17'''
+raise RuntimeError("python -m sglang.launch_server did not start:\\n" + log)
+"""
+
+
+def test_a_step_whose_engine_failed_gives_the_engine_s_exception(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    result = run_step(Step("one", module(tmp_path, monkeypatch, ENGINE_FAILS)), tmp_path / "logs")
+    assert result.why == "ModuleNotFoundError: No module named 'cutlass'"
+    said = "raise RuntimeError('did not start:\\n  OSError: no disk\\nIts whole log: a.log')"
+    result = run_step(Step("one", module(tmp_path, monkeypatch, said)), tmp_path / "logs")
+    assert result.why == "OSError: no disk Its whole log: a.log"
+
+
 def test_a_step_without_figures_has_failed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     result = run_step(Step("one", module(tmp_path, monkeypatch, "")), tmp_path / "logs", 60)
     assert (result.status, result.why) == ("failed", "it ended with status 0 and no message")
@@ -241,7 +262,8 @@ def test_each_step_is_given_what_its_module_takes(
     monkeypatch.setattr(report_module, "held", hold)
     options = SimpleNamespace(folder=tmp_path, only=report_module.NAMES, minutes=10.0)
     machine = Machine(gpu, "small-config")
-    report_module.measure(report_module.Run(options), machine, tmp_path / "model", {})
+    run = report_module.Run(options, is_cpu=gpu is None)
+    report_module.measure(run, machine, tmp_path / "model", {})
     left_out = () if gpu else ("equality_deterministic",)
     expected = ["start", *(name for name in report_module.NAMES if name not in left_out)]
     assert [step.name for step in seen] == expected
@@ -268,7 +290,7 @@ def test_what_shares_engines_that_did_not_start_is_not_run(
     monkeypatch.setattr(report_module, "run_step", lambda step, *_: Result(step.name, "ok"))
     monkeypatch.setattr(report_module, "held", fail)
     names = ("facts", "fanout", "equality")
-    run = report_module.Run(SimpleNamespace(folder=tmp_path, only=names, minutes=10.0))
+    run = report_module.Run(SimpleNamespace(folder=tmp_path, only=names, minutes=10.0), is_cpu=True)
     report_module.measure(run, Machine(None), tmp_path / "model", {})
     found = [(result.name, result.status) for result in run.results]
     assert found == [
@@ -277,6 +299,41 @@ def test_what_shares_engines_that_did_not_start_is_not_run(
         ("fanout", "not run"),
         ("equality", "ok"),
     ]
+
+
+def test_engines_that_never_start_are_started_twice_and_not_by_every_step(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    @contextmanager
+    def fail(step: Step, *_: object) -> Iterator[Result]:
+        yield Result(step.name, "failed", why="no nvcc")
+
+    monkeypatch.setattr(
+        report_module, "run_step", lambda step, *_: Result(step.name, "failed", why="no nvcc")
+    )
+    monkeypatch.setattr(report_module, "held", fail)
+    names = ("facts", "equality", "equality_deterministic", "priority")
+    run = report_module.Run(SimpleNamespace(folder=tmp_path, only=names, minutes=10.0), is_cpu=True)
+    report_module.measure(run, Machine("0"), tmp_path / "model", {})
+    found = {result.name: (result.status, result.why) for result in run.results}
+    assert found["equality"] == ("failed", "no nvcc")
+    left_out = ("not run", "no engine starts: no nvcc")
+    assert found["equality_deterministic"] == found["priority"] == left_out
+
+
+def test_the_page_is_there_after_each_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[str] = []
+
+    def read(step: Step, *_: object) -> Result:
+        seen.append((tmp_path / "report.md").read_text() if seen else step.name)
+        return Result(step.name, "ok")
+
+    monkeypatch.setattr(report_module, "run_step", read)
+    names = ("equality", "priority")
+    run = report_module.Run(SimpleNamespace(folder=tmp_path, only=names, minutes=10.0), is_cpu=True)
+    report_module.measure(run, Machine(None, "small-config"), tmp_path / "model", {})
+    assert "| equality | ok |" in seen[1]
+    assert "small-config" in seen[1]
 
 
 @pytest.mark.long
