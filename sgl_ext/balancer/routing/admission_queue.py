@@ -17,7 +17,7 @@ the first free slot would leave its cache behind. Two seconds are the time to co
 
 Before that, with `hold_s`, a request is held back while the agents of its worker need all of the
 worker's memory (`agent_gate`). Requests that are held back are no part of the queue, and hold up
-nothing. They are sent on in the queue's order, but the earliest in place of the cheapest first.
+nothing. They are sent on in the same order.
 """
 
 import time
@@ -138,9 +138,12 @@ class AdmissionQueue:
         if not self._gate.holds(routing, 0.0, now_s):
             return False
         self._gate.held_back(routing)
-        # All cost the same, so that the earliest goes first.
-        self._held.add(request, Waiting(routing.priority, now_s, 0, routing.tenant))
+        self._held.add(request, self._waiting(routing, now_s))
         return True
+
+    def _waiting(self, routing: RoutingRequest, arrived_s: float) -> Waiting:
+        cost_tokens = self.router.uncached_tokens(routing) + routing.output_tokens
+        return Waiting(routing.priority, arrived_s, cost_tokens, routing.tenant)
 
     def _place(self, request: QueuedRequest, arrived_s: float, now_s: float) -> bool:
         routing = request.routing
@@ -156,9 +159,7 @@ class AdmissionQueue:
         if not self.router.may_wait(routing.only):
             request.rejected(no_engine())
             return True
-        cost_tokens = self.router.uncached_tokens(routing) + routing.output_tokens
-        waiting = Waiting(routing.priority, arrived_s, cost_tokens, routing.tenant)
-        self._queue.add(request, waiting)
+        self._queue.add(request, self._waiting(routing, arrived_s))
         if self.router.has_capacity_for(routing, request.tried):
             self._admit_queued()
         if len(self._queue) > self.limit + self.limit // _OVERFLOW:

@@ -45,12 +45,18 @@ class Held(Queue):
             self.admission_queue.sweep()
 
     def program(
-        self, name: str, *, turn: int = 1, tenant: str = "ann", **headers: str
+        self,
+        name: str,
+        *,
+        turn: int = 1,
+        tenant: str = "ann",
+        tokens: int = AGENT,
+        **headers: str,
     ) -> QueuedRequest:
         """A turn of an agent that shares nothing with others."""
         texts = [name, *(f"turn {n}" for n in range(2 * (turn - 1)))]
         about = {"x-tenant-id": tenant, "x-sgl-ext-session-id": name} | headers
-        return self.arrive(self.read(*texts, system=f"{name} " + "x" * 4 * AGENT, **about))
+        return self.arrive(self.read(*texts, system=f"{name} " + "x" * 4 * tokens, **about))
 
     def agent(self, name: str, *, tenant: str = "ann", **headers: str) -> QueuedRequest:
         """The third turn of an agent that comes back a second after each answer."""
@@ -122,18 +128,21 @@ def test_what_is_held_back_counts_as_work_that_waits() -> None:
     assert windows_s == [10.0, TIMEOUT_S / 2]
 
 
-def test_held_requests_are_sent_in_the_order_of_priority_and_then_of_arrival() -> None:
+def test_held_requests_are_sent_in_the_order_of_all_requests() -> None:
     queue, urgent = Held(), {"x-sgl-ext-priority": "5"}
     running = [queue.agent(name, **urgent) for name in ("one", "two")]
-    early, late = queue.program("early"), queue.program("late")
+    early, late = queue.program("early"), queue.program("later")
+    short = queue.program("short", tokens=AGENT - 100)
     important = queue.program("important", **urgent)
-    assert all(map(is_held, (early, late, important)))
-    sent = [important, early, late]
-    for number in range(3):
+    sent = [important, short, early, late]
+    assert all(map(is_held, sent))
+    for number in range(len(sent)):
         for request in running:
             landed(queue, request)  # the worker is idle
         running = [sent[number]]
-        assert [is_held(request) for request in sent] == [each > number for each in range(3)]
+        assert [is_held(request) for request in sent] == [
+            each > number for each in range(len(sent))
+        ]
 
 
 def test_an_agent_does_not_wait_for_less_important_ones() -> None:
