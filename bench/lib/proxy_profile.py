@@ -47,7 +47,12 @@ _STEPS = {
         *("relay/preparation", "sgl_ext/tenants"),
     ),
     "look the prefix up, and choose a worker": (
-        *("routing/router", "routing/prefixes", "scheduler/placing/placement", "radix/index"),
+        *(
+            "routing/router",
+            "routing/prefix/prefixes",
+            "scheduler/placing/placement",
+            "radix/index",
+        ),
         *("scheduler/capacity", "routing/worker"),
     ),
     "account for it at its worker": (

@@ -33,8 +33,8 @@ from sgl_ext.balancer.reporting.span_export import open_export
 from sgl_ext.balancer.reporting.whole_balancer import WholeBalancer
 from sgl_ext.balancer.routing.admission_queue import AdmissionQueue
 from sgl_ext.balancer.routing.engine_settings import EngineSettingsSender
-from sgl_ext.balancer.routing.event_subscriber import EventSubscribers
-from sgl_ext.balancer.routing.prefixes import Prefixes
+from sgl_ext.balancer.routing.prefix.event_subscriber import EventSubscribers
+from sgl_ext.balancer.routing.prefix.prefixes import Prefixes
 from sgl_ext.balancer.routing.readiness import Readiness
 from sgl_ext.balancer.routing.router import Router
 from sgl_ext.balancer.routing.worker_probes import WorkerProbes

@@ -26,6 +26,7 @@ from aiohttp import web
 from sgl_ext import pin_mirror
 from sgl_ext.balancer.relay.reading import Asked, parse_json
 from sgl_ext.balancer.relay.services import Services
+from sgl_ext.balancer.routing.explanation import explain
 from sgl_ext.balancer.routing.worker import Worker
 from sgl_ext.balancer.routing.worker_probes import WorkerProbes
 from sgl_ext.balancer.routing.workers import MOST_ADDED
@@ -105,7 +106,7 @@ async def show_divergences(request: web.Request) -> web.Response:
     return json_response(found)
 
 
-async def explain(request: web.Request) -> web.Response:
+async def explain_request(request: web.Request) -> web.Response:
     path = "/" + request.match_info["path"]
     if path not in routes.PLACED:
         raise BalancerError(HTTPStatus.NOT_FOUND, f"{path}: requests to this path are not placed")
@@ -131,7 +132,7 @@ async def explain(request: web.Request) -> web.Response:
         "output_tokens": routing.output_tokens,
         "default_hints": asked_hints.explain(stripped.body, stripped.fields),
     }
-    return json_response({**router.explain(routing), **explained})
+    return json_response({**explain(router, routing), **explained})
 
 
 async def to_all(request: web.Request) -> web.Response:
@@ -232,5 +233,5 @@ ROUTES = (
     web.route("GET", "/sgl_ext/divergences", show_divergences),
     web.route("GET", pin_mirror.PATH, show_pins),
     web.route("DELETE", pin_mirror.PATH, delete_pins),
-    web.route("POST", "/sgl_ext/explain/{path:.+}", explain),
+    web.route("POST", "/sgl_ext/explain/{path:.+}", explain_request),
 )

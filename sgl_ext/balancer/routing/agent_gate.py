@@ -12,7 +12,7 @@ from scheduler.programs.admission import Demand, Pool, has_time, is_sent
 from scheduler.programs.working_set import WorkingSet
 from sgl_ext.balancer.routing.attempts import RoutingRequest
 from sgl_ext.balancer.routing.candidates import allowed
-from sgl_ext.balancer.routing.prefixes import HeldBySlot
+from sgl_ext.balancer.routing.prefix.prefixes import HeldBySlot
 from sgl_ext.balancer.routing.router import Router
 from sgl_ext.balancer.routing.worker import DECODE, Worker
 

@@ -15,7 +15,7 @@ from scheduler.placing.placement import Placement, WorkerView
 from scheduler.placing.sessions import Sessions
 from scheduler.placing.speeds import Speeds
 from scheduler.programs.working_set import WorkingSet
-from sgl_ext.balancer.routing.prefixes import HeldPrefix, Prefixes
+from sgl_ext.balancer.routing.prefix.prefixes import HeldPrefix, Prefixes
 from sgl_ext.balancer.routing.worker import Worker
 from sgl_ext.requests.segments import Chain
 

@@ -11,7 +11,7 @@ from scheduler.placing.placement import WorkerView, rendezvous
 from scheduler.placing.sessions import Sessions
 from scheduler.placing.shortlist import SMALL_FLEET, Shortlist, bits_of
 from sgl_ext.balancer.routing.attempts import RoutingRequest
-from sgl_ext.balancer.routing.prefixes import HeldBySlot, slower_tokens
+from sgl_ext.balancer.routing.prefix.prefixes import HeldBySlot, slower_tokens
 from sgl_ext.balancer.routing.worker import DECODE, Worker
 from sgl_ext.balancer.routing.workers import Workers
 

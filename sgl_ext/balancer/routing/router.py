@@ -6,28 +6,18 @@
 """
 
 import time
-from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
-from itertools import chain
-from math import inf
 from typing import Any
 
-from scheduler.placing.placement import (
-    Placement,
-    PlacementRequest,
-    WorkerView,
-    chosen_of,
-    place,
-    score_all,
-    stays,
-)
+from scheduler.placing.placement import Placement, WorkerView, place
 from scheduler.placing.speeds import EVEN
 from sgl_ext.balancer.metrics.registry import Metrics
 from sgl_ext.balancer.routing.attempts import FOLLOW_TOKENS, Attempt, Attempts, RoutingRequest
 from sgl_ext.balancer.routing.candidates import Candidates, Fleet, allowed
-from sgl_ext.balancer.routing.prefixes import HeldBySlot, Prefixes
+from sgl_ext.balancer.routing.homes import Homes
+from sgl_ext.balancer.routing.prefix.prefixes import HeldBySlot, Prefixes
 from sgl_ext.balancer.routing.prompt import Prompt, read_prompt
 from sgl_ext.balancer.routing.worker import DECODE, Worker
 from sgl_ext.balancer.routing.workers import Workers, can_answer
@@ -35,10 +25,6 @@ from sgl_ext.protocols.registry import of_path
 from sgl_ext.requests.segments import Chain
 from sgl_ext.requests.session import TENANT_HEADER, is_final
 from sgl_ext.tenants import Tenants
-
-# Of more workers, a session that stays home lists its own and those that hold most of the prompt.
-MOST_LISTED = 8
-_NO_VIEW = WorkerView("")
 
 
 @dataclass(eq=False)
@@ -64,6 +50,7 @@ class Router:
     def __post_init__(self) -> None:
         self.attempts = Attempts(self.prefixes, self.clock)
         self.fleet = Fleet(self.workers, self.attempts.sessions)
+        self.homes = Homes(self.workers, self.attempts, self.fleet)
         sessions, tables = self.attempts.sessions, self.metrics.tables
         self.prefixes.add_tables(tables)
         tables.add("sessions", sessions.__len__, lambda: sessions.limit)
@@ -117,16 +104,16 @@ class Router:
             self.metrics.unconfirmed_prefixes.inc(unconfirmed)
         self.attempts.sessions.expire(now_s)
         self._learn(now_s)
-        candidates = self._candidates(routing, tried)
+        candidates = self.candidates(routing, tried)
         held = self.prefixes.lookup(routing.chain)
         self.prefixes.learn_size(routing.chain, held)
-        request = self._placement_request(routing, held)
-        home, view = self._find_home(request, candidates, held, now_s)
+        request = self.homes.request_of(routing, held)
+        home, view = self.homes.find(request, candidates, held, now_s)
         has_capacity = partial(candidates.has_capacity, held=held)
         if home is not None and has_capacity(home):
             views = [view]
             if self.lists_others or not self.fleet.is_large:
-                views = self._views_beside(home, view, candidates, held, now_s)
+                views = self.homes.views_beside(home, view, candidates, held, now_s)
             return self._begin(routing, home, "home", held, views, candidates)
         known = None if request.home is None else self.workers.find(request.home)
         open_workers = self.fleet.compared(candidates, held, known, has_capacity, now_s)
@@ -167,9 +154,9 @@ class Router:
         """Begins an attempt on the worker that its session stays on, beyond the worker's capacity.
         None if the prompt is not at hand there, or if too many were sent beyond it."""
         now_s = self.clock()
-        candidates, held = self._candidates(routing, tried), self.prefixes.lookup(routing.chain)
-        request = self._placement_request(routing, held)
-        home, view = self._find_home(request, candidates, held, now_s)
+        candidates, held = self.candidates(routing, tried), self.prefixes.lookup(routing.chain)
+        request = self.homes.request_of(routing, held)
+        home, view = self.homes.find(request, candidates, held, now_s)
         return None if home is None else self._beyond(routing, home, view, held, candidates)
 
     def _beyond(
@@ -234,7 +221,7 @@ class Router:
         It does not look the prompt up. If no worker has capacity, none has any for a lower
         priority of the same tenant.
         """
-        candidates = self._candidates(routing, tried)
+        candidates = self.candidates(routing, tried)
         asked: Iterable[Worker] = candidates.all
         if at_home and routing.session is not None:
             home = self.attempts.sessions.home(routing.session)
@@ -243,7 +230,7 @@ class Router:
 
     def exceeds_part(self, routing: RoutingRequest, tried: set[Worker]) -> bool:
         """Whether a request is larger than its tenant's part of the memory of each worker."""
-        candidates, held = self._candidates(routing, tried), self.prefixes.lookup(routing.chain)
+        candidates, held = self.candidates(routing, tried), self.prefixes.lookup(routing.chain)
         return all(candidates.exceeds_part(worker, held) for worker in candidates.all)
 
     def any_available(
@@ -277,46 +264,6 @@ class Router:
         available = [w for w in self.workers.all if w.is_available and w.role != DECODE]
         return [(w, self.fleet.view(w, held.tokens, now_s)) for w in available]
 
-    def explain(self, routing: RoutingRequest) -> dict[str, Any]:
-        """What this request would cost on each worker, and where it would go. Changes nothing."""
-        now_s = self.clock()
-        held = self.prefixes.lookup(routing.chain)
-        candidates = self._candidates(routing, set())
-        workers = [worker for worker in self.workers.all if worker.role != DECODE]
-        views = {w: self.fleet.view(w, held.tokens, now_s) for w in workers}
-        request = self._placement_request(routing, held)
-        home = None if request.home is None else self.workers.find(request.home)
-        compared = self.fleet.compared(candidates, held, home, lambda _: True, now_s)
-        mean_sessions = self.fleet.mean_sessions
-        placement = place(request, [views[w] for w in compared], mean_sessions)
-        scores = score_all(request, [*views.values()], mean_sessions, is_new=request.home is None)
-        return {
-            "segments": len(routing.chain.hashes),
-            "tools": routing.chain.tools,
-            "prompt_tokens": routing.prompt_tokens,
-            "session": None if routing.session is None else f"{routing.session:032x}",
-            "home": request.home,
-            "worker": None if placement is None else placement.worker,
-            "reason": "no worker is open" if placement is None else placement.reason,
-            "workers": [
-                {
-                    **cost._asdict(),
-                    "open": worker.is_available,
-                    "has_room": candidates.has_capacity(worker, held),
-                    "held_tokens": view.held_tokens,
-                    "host_tokens": view.host_tokens,
-                    "shared_tokens": view.shared_tokens,
-                    "pinned_tokens": worker.pins.tokens_of(routing.chain.hashes),
-                    "live_session_tokens": view.session_tokens,
-                    "decoding_requests": view.decoding,
-                    "warmth": view.warmth,
-                    "prefill_weight": view.prefill_weight,
-                    "decode_weight": view.decode_weight,
-                }
-                for cost, (worker, view) in zip(scores, views.items(), strict=True)
-            ],
-        }
-
     def _forget(self, worker: Worker) -> None:
         """Forgets what was known of a worker that is gone, and of its cache."""
         for slot in self.workers.slots_of(worker):
@@ -330,83 +277,8 @@ class Router:
         worker.pins.clear()
         worker.clear_load()
 
-    def _candidates(self, routing: RoutingRequest, tried: set[Worker]) -> Candidates:
+    def candidates(self, routing: RoutingRequest, tried: set[Worker]) -> Candidates:
+        """The workers that a request may go to."""
         return Candidates(
             self.workers, routing, tried, self.worker_limit, self.preemption_threshold
-        )
-
-    def _find_home(
-        self, request: PlacementRequest, candidates: Candidates, held: HeldBySlot, now_s: float
-    ) -> tuple[Worker | None, WorkerView]:
-        """The worker that the request's session stays on, and its view. While little waits there,
-        the time does not grow with the number of workers."""
-        home = None if request.home is None else self.workers.find(request.home)
-        if home is None or home not in candidates:
-            return None, _NO_VIEW
-        view = self.fleet.view(home, held.tokens, now_s)
-        at = self.workers.at_slot
-        most: float
-        if self.workers.has_tiers:
-            find = defaultdict(int, held.holders()).__getitem__
-            views = (self.fleet.view(w, find, now_s) for w in candidates.all if w is not home)
-            most = max((other.saved for other in views), default=0)
-        else:
-            most = held.most_tokens(home.slot, lambda slot: at(slot) in candidates)
-        reason = stays(request, view, most)
-        if reason == "moved":
-            found = self.fleet.compared(candidates, held, home, lambda w: w is not home, now_s)
-            waits = (w.weights.prefill * w.total_pending_tokens(now_s) for w in found)
-            reason = stays(request, view, most, min(waits, default=inf))
-        return home if reason == "home" else None, view
-
-    def _views_beside(
-        self,
-        home: Worker,
-        view: WorkerView,
-        candidates: Candidates,
-        held: HeldBySlot,
-        now_s: float,
-    ) -> list[WorkerView]:
-        """The worker of a session that stays, and some others: those that hold most of the prompt
-        first."""
-        views = {home: view}
-        holders = (self.workers.at_slot(slot) for slot, _ in held.holders())
-        for worker in chain(holders, self.workers.all):
-            if len(views) == MOST_LISTED:
-                break
-            if worker not in views and worker is not None and worker in candidates:
-                tokens = held.of(worker)
-                views[worker] = WorkerView(
-                    worker.id,
-                    tokens.expected_tokens,
-                    worker.total_pending_tokens(now_s),
-                    host_tokens=tokens.host_tokens,
-                    shared_tokens=tokens.shared_tokens,
-                    load_share=worker.load_share,
-                    shared_share=worker.shared_share,
-                    prefill_weight=worker.weights.prefill,
-                    decode_weight=worker.weights.decode,
-                )
-        return [*views.values()]
-
-    def _placement_request(self, routing: RoutingRequest, held: HeldBySlot) -> PlacementRequest:
-        """The request with its session's worker: the remembered one, or the one that holds most
-        of the session."""
-        home_id, last_tokens, chain = None, 0, routing.chain
-        home = None if routing.session is None else self.attempts.sessions.home(routing.session)
-        if home is not None:
-            slot, last_tokens = home
-            if (worker := self.workers.at_slot(slot)) is not None:
-                home_id = worker.id
-        elif chain.session is not None:
-            begin = chain.hashes.index(chain.session) + 1
-            tokens = dict(held.holders(begin))
-            most = max(tokens.values(), default=0)
-            slots = [slot for slot, held_tokens in tokens.items() if held_tokens == most]
-            # Slots differ between balancers, so that they are no reason to prefer a worker.
-            homes = [worker.id for slot in slots if (worker := self.workers.at_slot(slot))]
-            home_id = chosen_of(routing.prefix, homes) if homes else None
-        answer_tokens = self.attempts.speeds.answer_tokens(routing.output_tokens)
-        return PlacementRequest(
-            routing.prompt_tokens, routing.prefix, home_id, last_tokens, answer_tokens
         )

@@ -12,6 +12,7 @@ from sgl_ext.balancer.cluster.peers import SILENT_S, PeerGroup, Peers
 from sgl_ext.balancer.cluster.store_messages import MOST_QUEUED, StoreMessages
 from sgl_ext.balancer.metrics.registry import Metrics
 from sgl_ext.balancer.routing.attempts import Attempt, RoutingRequest
+from sgl_ext.balancer.routing.explanation import explain
 from sgl_ext.balancer.routing.router import Router
 from sgl_ext.balancer.routing.worker import Load
 from tests.balancer.shared_memory import SharedMemory
@@ -94,7 +95,7 @@ def test_peers_expect_each_others_prefixes(pair: list[Process]) -> None:
     one, two = pair
     attempt = one.place("Task")
     held = {
-        row["name"]: row["held_tokens"] for row in two.router.explain(two.read("Task"))["workers"]
+        row["name"]: row["held_tokens"] for row in explain(two.router, two.read("Task"))["workers"]
     }
     assert held[attempt.worker.url] > 2000
 

@@ -16,7 +16,9 @@ from scheduler.placing.placement import DELAY, PlacementRequest, WorkerView, pla
 from scheduler.placing.shortlist import SMALL_FLEET
 from sgl_ext.balancer.routing.attempts import Attempt, RoutingRequest
 from sgl_ext.balancer.routing.candidates import REREAD_S
-from sgl_ext.balancer.routing.router import MOST_LISTED, Router
+from sgl_ext.balancer.routing.explanation import explain
+from sgl_ext.balancer.routing.homes import MOST_LISTED
+from sgl_ext.balancer.routing.router import Router
 from sgl_ext.balancer.routing.worker import Load, Worker
 from sgl_ext.requests.segments import Chain
 from tests.balancer.routing.test_router import Setting
@@ -31,7 +33,7 @@ def reference(
     now_s = router.clock()
     views = dict(router.views(routing.chain))
     views = {w: view for w, view in views.items() if w not in tried} or views
-    able = router._candidates(routing, tried)
+    able = router.candidates(routing, tried)
     held = router.prefixes.lookup(routing.chain)
     open_views = {w: view for w, view in views.items() if able.has_capacity(w, held)}
     asked = home_of(router, routing, views)
@@ -65,7 +67,7 @@ def home_of(
     router: Router, routing: RoutingRequest, views: dict[Worker, WorkerView]
 ) -> PlacementRequest:
     """The request, with the home that the router explains, and its session's last prompt."""
-    home = router.explain(routing)["home"]
+    home = explain(router, routing)["home"]
     known = routing.session is not None and router.attempts.sessions.home(routing.session)
     answer_tokens = router.attempts.speeds.answer_tokens(routing.output_tokens)
     last_tokens = known[1] if known else 0
@@ -170,7 +172,7 @@ def test_decisions_in_a_larger_fleet_cost_little_more_than_the_best(data: st.Dat
             router.fleet.load_changed(worker, setting.clock.now_s)
         views = {w: view for w, view in router.views(routing.chain) if w not in tried}
         held = router.prefixes.lookup(routing.chain)
-        able = router._candidates(routing, tried)
+        able = router.candidates(routing, tried)
         open_views = [view for w, view in views.items() if able.has_capacity(w, held)]
         asked, mean = home_of(router, routing, views), router.fleet.mean_sessions
         expected = reference(router, routing, tried, waits_for_home=waits)

@@ -12,6 +12,7 @@ from prometheus_client import generate_latest
 from scheduler.placing.speeds import EVEN
 from sgl_ext.balancer.metrics.registry import Metrics
 from sgl_ext.balancer.routing.attempts import Attempt, RoutingRequest
+from sgl_ext.balancer.routing.explanation import explain
 from sgl_ext.balancer.routing.router import Router
 from sgl_ext.balancer.routing.worker import Worker
 from tests.balancer.workers import workers_at
@@ -52,7 +53,7 @@ class Setting:
 
     def held_tokens(self, attempt: Attempt) -> int:
         """What the attempt's worker is thought to hold of its prompt."""
-        views = self.router.explain(attempt.routing)["workers"]
+        views = explain(self.router, attempt.routing)["workers"]
         return int(views[attempt.worker.slot]["held_tokens"])
 
     def confirm(self, attempt: Attempt, tokens: int = 10_000) -> None:
@@ -92,7 +93,7 @@ def test_balancers_find_the_same_home_of_a_session_that_two_workers_hold() -> No
                 for segment in routing.chain.hashes:
                     setting.router.prefixes.index.store(worker.slot, parent, segment, 9_000)
                     parent = segment
-            found.append(setting.router.explain(routing)["home"])
+            found.append(explain(setting.router, routing)["home"])
         assert found[0] == found[1]
         homes.add(found[0])
     assert homes == {A, B}
@@ -255,7 +256,7 @@ def test_explain_shows_the_tiers(setting: Setting) -> None:
     first = setting.workers.all[0]
     on_host(setting, first, routing, routing.prompt_tokens)
     first.load_share = 0.25
-    rows = setting.router.explain(routing)["workers"]
+    rows = explain(setting.router, routing)["workers"]
     assert [row["host_tokens"] for row in rows] == [routing.prompt_tokens, 0]
     assert rows[0]["loaded"] == 0.25 * routing.prompt_tokens
     assert [row["uncached"] for row in rows] == [0, routing.prompt_tokens]
@@ -281,10 +282,10 @@ def test_what_a_machine_shares_counts_for_all_of_its_workers() -> None:
     for segment in routing.chain.hashes:
         assert index.store(a.shared_slot, parent, segment, 6_000)
         parent = segment
-    rows = setting.router.explain(routing)["workers"]
+    rows = explain(setting.router, routing)["workers"]
     assert [row["shared_tokens"] for row in rows] == [6_000, 6_000, 0]
     setting.workers.mark(a, ready=False)
-    assert setting.router.explain(routing)["workers"][1]["shared_tokens"] == 6_000
+    assert explain(setting.router, routing)["workers"][1]["shared_tokens"] == 6_000
     setting.workers.mark(b, ready=False)
     assert len(index) == 0, "no worker of the machine is ready"
     assert c.shared_slot is None
@@ -332,7 +333,7 @@ def test_new_conversations_go_to_faster_workers_once_requests_have_shown_them() 
     setting.clock.now_s += 100  # sessions there, and what it computed, are forgotten
     chosen = {setting.place(setting.read(f"New {n}", system=f"{n}")).worker for n in range(40)}
     assert chosen == {*setting.workers.all} - {slow}
-    rows = {row["name"]: row for row in setting.router.explain(setting.read("New"))["workers"]}
+    rows = {row["name"]: row for row in explain(setting.router, setting.read("New"))["workers"]}
     assert rows[slow.id]["prefill_weight"] > 2
     assert rows[slow.id]["decode_weight"] > 2
     page = generate_latest(setting.metrics.registry).decode()

@@ -12,6 +12,7 @@ from prometheus_client import generate_latest
 
 from sgl_ext.balancer.metrics.registry import Metrics
 from sgl_ext.balancer.routing import workers as table_of_workers
+from sgl_ext.balancer.routing.explanation import explain
 from sgl_ext.balancer.routing.worker import Worker
 from sgl_ext.balancer.routing.workers import Workers
 from sgl_ext.membership.member import Member
@@ -110,7 +111,7 @@ def test_nothing_is_remembered_of_an_engine_that_another_replaces_at_its_url() -
     for worker in setting.workers.all:
         setting.workers.mark(worker, ready=True)
     assert old not in setting.workers.all
-    found = setting.router.explain(setting.read("Task", "Done.", "Go on"))
+    found = explain(setting.router, setting.read("Task", "Done.", "Go on"))
     assert found["home"] is None
     assert [row["held_tokens"] for row in found["workers"]] == [0, 0]
     assert {row["name"] for row in found["workers"]} == {member.id for member in members}

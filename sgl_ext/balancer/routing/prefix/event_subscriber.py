@@ -11,7 +11,7 @@ import aiohttp
 
 from radix.tier import Tier
 from sgl_ext.balancer.metrics.registry import Metrics
-from sgl_ext.balancer.routing.prefix_events import (
+from sgl_ext.balancer.routing.prefix.prefix_events import (
     Event,
     EventStreamBroken,
     Fault,
