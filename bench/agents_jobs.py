@@ -20,6 +20,9 @@ What decides is how much is computed again. So a shape must ask for as much pref
 as agents do, who send 320 tokens for each one that they get: here an answer of some 20 tokens
 follows a prompt of some thousand (`tokens_in_per_token_out`), and two requests run at once.
 
+The times of tools and people are divided by `pace`. So a prompt takes as large a part of a tool's
+time as on a node that computes 20,000 tokens/s of prompts in full size, whatever this machine is.
+
 A round is each arm, in an order that rotates, with an empty cache and the same jobs.
 `job_p50_vs_...` is the median job of ours over that of the arm, the median of the rounds: less is
 better. `by_round` has the range. A job's time leaves out the time in which its person thinks.
@@ -51,6 +54,7 @@ from itertools import count
 from pathlib import Path
 from typing import Any
 
+import aiohttp
 import requests
 from sgl_ext_cpu.node import Node, running_balancer
 
@@ -58,9 +62,10 @@ from bench.agents.job_figures import arm_figures, by_round, differing
 from bench.agents.job_run import Played, Player
 from bench.agents.jobs import Maker, Plan, Shape, script_of
 from bench.lib.arms import rotated, running_arms
+from bench.lib.capacity import measured
 from bench.lib.engines import Engines, chosen, engine_parser
 from bench.lib.pin_load import Texts
-from bench.lib.priority_load import clients
+from bench.lib.priority_load import clients, fitted
 from bench.lib.script import Size, precondition, require, run
 from scheduler.order import MOST
 from sgl_ext.settings.schema import EngineSettings
@@ -72,6 +77,7 @@ _POOL_SHARE = 1 / 3
 _LEAST_OVER_POOL = 2.0
 _LEAST_PROMPTS = 1.3
 _FIXED_TTL_S = 300.0
+_REAL_PREFILL_PER_S = 20_000.0
 _RUNNING = 2
 
 
@@ -86,12 +92,12 @@ class Amount:
 
 
 # Of few jobs, one that is much larger would decide how large the memory has to be.
-_QUICK = Shape(calls=4, scale=1 / 16, pace=6.0, most_times=3.0)
+_QUICK = Shape(calls=4, scale=1 / 16, most_times=3.0)
 PLANS: dict[Size, Amount] = {
-    "full": Amount(2, 24, 16, Shape(calls=6, scale=1 / 10, pace=5.0)),
+    "full": Amount(2, 24, 16, Shape(calls=6, scale=1 / 10)),
     "quick": Amount(2, 10, 10, _QUICK),
     "brief": Amount(1, 10, 10, _QUICK),
-    "smallest": Amount(1, 10, 10, Shape(calls=4, scale=1 / 80, pace=40.0)),
+    "smallest": Amount(1, 10, 10, Shape(calls=4, scale=1 / 80)),
 }
 
 
@@ -153,6 +159,7 @@ class Trial:
         """Plays all rounds and returns the figures."""
         seen: dict[str, list[Played]] = {name: [] for name in self._arms}
         async with clients() as http:
+            pace = await self._measured_pace(http)
             for number, jobs in enumerate(rounds):
                 for name in rotated(list(self._arms), number):
                     arm = self._arms[name]
@@ -162,12 +169,18 @@ class Trial:
                         http,
                         self._balancers.get(name, node.engines[0]),
                         f"{name} {number}",
+                        pace,
                         with_session=arm.engine == "session_radix",
                     )
                     seen[name].append(await player.play(jobs, self._size.at_once))
                     shown = arm_figures(seen[name][-1:])
                     print(f"round {number}, {name}: {json.dumps(shown)}", file=sys.stderr)
-        return self._figures(seen)
+        return {**self._figures(seen), "pace": round(pace, 2)}
+
+    async def _measured_pace(self, http: aiohttp.ClientSession) -> float:
+        node = self._nodes[next(iter(self._arms.values())).engine]
+        capacity = await measured(http, node.engines[0], fitted(node), _RUNNING)
+        return capacity.prefill_per_s / (self._size.shape.scale * _REAL_PREFILL_PER_S)
 
     def _prepare(self, node: Node, arm: Arm) -> None:
         url = node.engines[0]

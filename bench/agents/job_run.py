@@ -52,14 +52,22 @@ class Played:
 class Player:
     """Plays jobs against one engine.
 
-    arm: makes the sessions of this arm and round unlike all others. with_session: requests name
-    their agent as SGLang's session, and close it at its end.
+    arm: makes the sessions of this arm and round unlike all others. pace: divides the times of
+    tools and people. with_session: requests name their agent as SGLang's session, and close it at
+    its end.
     """
 
     def __init__(
-        self, http: aiohttp.ClientSession, url: str, arm: str, *, with_session: bool = False
+        self,
+        http: aiohttp.ClientSession,
+        url: str,
+        arm: str,
+        pace: float,
+        *,
+        with_session: bool = False,
     ) -> None:
         self.seen = Played()
+        self._pace = pace
         self._http = http
         self._url = url
         self._arm = arm
@@ -98,9 +106,10 @@ class Player:
                 self.seen.faults.append(f"{plan.name}, step {number}: {reply.message}")
             messages.append(reply.message)
             results = await self._act(step, session)
-            durations = f"{step.tool}={round(step.gap_s * 1000)}" if step.tool else ""
+            gap_s = step.gap_s / self._pace
+            durations = f"{step.tool}={round(gap_s * 1000)}" if step.tool else ""
             text = plan.steps[number + 1].text
-            thought_s += 0.0 if step.tool else step.gap_s
+            thought_s += 0.0 if step.tool else gap_s
             messages += _next_messages(reply, results, text) if step.tool else [_user(text)]
         self.seen.answers[plan.name] = said
         self._live.pop(plan.name, None)
@@ -111,7 +120,7 @@ class Player:
     async def _act(self, step: Step, session: str) -> list[str]:
         """Waits for a tool, a person or sub-agents; the sub-agents' answers."""
         if not step.children:
-            await asyncio.sleep(step.gap_s)
+            await asyncio.sleep(step.gap_s / self._pace)
             return []
         playing = (self._agent(child, session) for child in step.children)
         return [said for said, _ in await asyncio.gather(*playing)]

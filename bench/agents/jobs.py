@@ -40,13 +40,12 @@ _TOOL_TOKENS, _FRAME_TOKENS = 600, 60
 class Shape:
     """How large jobs are.
 
-    calls: of a lead, the median. scale: of all sizes in tokens. pace: divides all times.
+    calls: of a lead, the median. scale: of all sizes in tokens.
     most_times: no number of calls, no result and no time is more than this many medians.
     """
 
     calls: int = 10
     scale: float = 1 / 40
-    pace: float = 8.0
     most_times: float = 6.0
 
 
@@ -124,7 +123,7 @@ class Maker:
             is_prompt = role == LEAD and call % _CALLS_PER_PROMPT == 0
             children: tuple[Plan, ...] = ()
             tool = "" if is_prompt or call == calls else chance.choice(list(TOOLS))
-            gap_s = self._around(chance, TOOLS.get(tool, _PERSON_S), _SPREAD) / self.shape.pace
+            gap_s = self._around(chance, TOOLS.get(tool, _PERSON_S), _SPREAD)
             if has_subagents and tool and call % _CALLS_PER_PROMPT == 3:
                 tool, gap_s = TASK, 0.0
                 children = tuple(
