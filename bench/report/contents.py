@@ -101,8 +101,9 @@ SECTIONS = (
         "agents_jobs",
         "Whole jobs of agents",
         "Agents with sub-agents run whole jobs on one engine, whose cache holds a third of what "
-        "those at work use. Nothing is marked. A job's time includes that of its tools. sgl-ext "
-        "has its balancer in front, the others have none.",
+        "those at work use. Nothing is marked. A job's time includes that of its tools, which is "
+        "scaled to how fast this machine computes a prompt. sgl-ext has its balancer in front, the "
+        "others have none.",
         fleet_tables.agents_jobs,
         "agents.md",
     ),

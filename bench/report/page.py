@@ -80,7 +80,8 @@ def with_readme_part(readme: str, report: Report) -> str:
         if name in drawn:
             lines += [*_image(drawn[name], "docs/images"), ""]
     lines += [*table(("measured", "against", "theirs", "sgl-ext"), peer_rows(_found(report))), ""]
-    lines += [f"{_measured_on(report)} [All figures](docs/benchmarks.md).", "", _END]
+    some = " Some are of another machine, which the page names." if _elsewhere(report) else ""
+    lines += [f"{_measured_on(report)}{some} [All figures](docs/benchmarks.md).", "", _END]
     made = re.compile(f"{re.escape(MADE)}.*?{re.escape(_END)}", re.DOTALL)
     return made.sub(lambda _: "\n".join(lines), readme)
 
@@ -118,13 +119,18 @@ def _run(report: Report) -> Iterator[str]:
     others = sorted({step["commit"] for step in report["steps"]} - {report["commit"]})
     if others:
         yield f"Some steps were measured at another commit: {', '.join(others)}.\n"
-    elsewhere: dict[str, list[str]] = {}
-    for step in report["steps"]:
+    for machine, names in _elsewhere(report).items():
+        yield f"Measured on another machine, {machine}: {', '.join(names)}.\n"
+
+
+def _elsewhere(report: Report) -> dict[str, list[str]]:
+    """The steps that were measured on other machines, by machine."""
+    found: dict[str, list[str]] = {}
+    for step in report.get("steps", ()):
         machine = _machine(step.get("machine", report["machine"]))
         if machine != _machine(report["machine"]):
-            elsewhere.setdefault(machine, []).append(step["name"])
-    for machine, names in elsewhere.items():
-        yield f"Measured on another machine, {machine}: {', '.join(names)}.\n"
+            found.setdefault(machine, []).append(step["name"])
+    return found
 
 
 def _machine(machine: Mapping[str, Any]) -> str:
