@@ -77,6 +77,7 @@ _POOL_SHARE = 1 / 3
 _LEAST_OVER_POOL = 2.0
 _LEAST_PROMPTS = 1.3
 _FIXED_TTL_S = 300.0
+# What the balancer reckons with, too (`HOME_WAIT_S` of its admission queue).
 _REAL_PREFILL_PER_S = 20_000.0
 _RUNNING = 2
 

@@ -105,8 +105,8 @@ class Player:
             if bool(step.tool) != bool(reply.calls):
                 self.seen.faults.append(f"{plan.name}, step {number}: {reply.message}")
             messages.append(reply.message)
-            results = await self._act(step, session)
             gap_s = step.gap_s / self._pace
+            results = await self._act(step, gap_s, session)
             durations = f"{step.tool}={round(gap_s * 1000)}" if step.tool else ""
             text = plan.steps[number + 1].text
             thought_s += 0.0 if step.tool else gap_s
@@ -117,10 +117,10 @@ class Player:
             await self._close(plan)
         return said, thought_s
 
-    async def _act(self, step: Step, session: str) -> list[str]:
+    async def _act(self, step: Step, gap_s: float, session: str) -> list[str]:
         """Waits for a tool, a person or sub-agents; the sub-agents' answers."""
         if not step.children:
-            await asyncio.sleep(step.gap_s / self._pace)
+            await asyncio.sleep(gap_s)
             return []
         playing = (self._agent(child, session) for child in step.children)
         return [said for said, _ in await asyncio.gather(*playing)]

@@ -80,7 +80,9 @@ def with_readme_part(readme: str, report: Report) -> str:
         if name in drawn:
             lines += [*_image(drawn[name], "docs/images"), ""]
     lines += [*table(("measured", "against", "theirs", "sgl-ext"), peer_rows(_found(report))), ""]
-    some = " Some are of another machine, which the page names." if _elsewhere(report) else ""
+    some = (
+        " Some figures are from another machine: the page says which." if _elsewhere(report) else ""
+    )
     lines += [f"{_measured_on(report)}{some} [All figures](docs/benchmarks.md).", "", _END]
     made = re.compile(f"{re.escape(MADE)}.*?{re.escape(_END)}", re.DOTALL)
     return made.sub(lambda _: "\n".join(lines), readme)

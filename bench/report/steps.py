@@ -25,9 +25,9 @@ Status = Literal["ok", "failed", "not valid", "not run"]
 _OUTPUT, _ERRORS = "output.log", "errors.log"
 _ENDING_S = 30.0
 _SHOWN_LINES = 30
-_TRACE = "Traceback (most recent call last):"
 _RAISED = re.compile(r"[A-Za-z_][\w.]*(Error|Exception): ")
 _LONGEST = 400
+_LOG = "Its whole log: "
 
 
 @dataclass(frozen=True)
@@ -157,11 +157,10 @@ def reason(errors: str, status: int | None, limit_s: float) -> str:
         return f"it did not end within {limit_s:.0f} s"
     if not lines:
         return f"it ended with status {status} and no message"
-    if not any(_TRACE in line for line in lines):
-        return lines[-1].strip()
-    shown = [line.strip() for line in failure(lines)]
+    # The path of the log differs between steps that fail alike.
+    shown = [line.strip() for line in failure(lines) if not line.startswith(_LOG)]
     raised = [at for at, line in enumerate(shown) if _RAISED.match(line)]
-    return " ".join(shown[raised[-1] if raised else -1 :])[:_LONGEST]
+    return " ".join(shown[raised[-1] :])[:_LONGEST] if raised else lines[-1].strip()
 
 
 def log_ends(folder: Path) -> str:

@@ -141,8 +141,10 @@ def test_steps_of_another_machine_are_named(tmp_path: Path) -> None:
     found = report(*run.document()["steps"])
     assert "another machine, 8 cores of A CPU with 16 GiB: fanout." in page(found)
     readme = (ROOT / README).read_text()
-    assert "Some are of another machine" in with_readme_part(readme, found)
-    assert "Some are of another machine" not in with_readme_part(readme, report(step("index")))
+    assert "Some figures are from another machine" in with_readme_part(readme, found)
+    assert "Some figures are from another machine" not in with_readme_part(
+        readme, report(step("index"))
+    )
 
 
 def test_the_readme_has_plots_and_figures_of_the_same_document() -> None:
