@@ -534,9 +534,9 @@ def test_one_that_does_not_fit_lets_small_ones_pass_and_is_served_though_they_ke
 
     with Stream(SLOTS_OF_TWO_RANKS, small) as stream, ThreadPoolExecutor(1) as pool:
         memory.has_running(SLOTS_OF_TWO_RANKS)
-        # As long as three of the small ones run, there is no room for it.
-        big = pool.submit(memory.generate, 3, text(2300), 2)
-        until(lambda: memory.watch.load["pending_tokens"] > 2300)
+        # It takes the memory of all of them, and one of them always runs.
+        big = pool.submit(memory.generate, 3, text(3000), 2)
+        until(lambda: memory.watch.load["pending_tokens"] > 3000)
         queued = time.monotonic()
         assert len(big.result()) == 2
         overtaking, answered = stream.log.copy(), time.monotonic()
