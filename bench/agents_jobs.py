@@ -92,10 +92,12 @@ class Amount:
     shape: Shape = field(default_factory=Shape)
 
 
-# Of few jobs, one that is much larger would decide how large the memory has to be.
+# In quick form: of few jobs, one that is much larger would decide how large the memory has to be.
+# In full, three times as many jobs as run at once: the first ones all begin together, and no cache
+# helps them.
 _QUICK = Shape(calls=4, scale=1 / 16, most_times=3.0)
 PLANS: dict[Size, Amount] = {
-    "full": Amount(2, 24, 16, Shape(calls=6, scale=1 / 10)),
+    "full": Amount(2, 48, 16, Shape(calls=6, scale=1 / 10)),
     "quick": Amount(2, 10, 10, _QUICK),
     "brief": Amount(1, 10, 10, _QUICK),
     "smallest": Amount(1, 10, 10, Shape(calls=4, scale=1 / 80)),
