@@ -9,7 +9,7 @@ all sessions use at their ends, from plenty to a tenth. Arms:
 
     fcfs      each request is sent at once, and engines serve them as they come
     free      each request is sent at once, as with `agent-hold-s 0`, and engines order them as ours
-    held      requests are held back for 30 s at most, as by default, and ordered by engines, too
+    held      requests are held back for 20 s at most, as by default, and ordered by engines, too
 
 A session's time is from its first request to its last answer, with its tools and its person.
 `sessions_per_hour` counts until the last session has ended. Where memory is plenty, nothing is
