@@ -75,6 +75,7 @@ class EventPublisher:
         self._load: dict[str, int] = {}
         self._shares: dict[str, float] = {}
         self._load_due_s = self._use_due_s = 0.0
+        self._decoding: tuple[int, int] | None = None
         self._counted = {"event_sweeps_deferred": 0, "event_branches_dropped": 0}
         self.plan: NextBatchPlan | None = None
 
@@ -93,7 +94,12 @@ class EventPublisher:
             self._renew()
         is_idle = self.plan.batch_to_run is None
         lines = self._changes(_IDLE_FACTOR if is_idle else 1)
-        if now_s >= self._load_due_s or is_idle:
+        decoding = self._decoding_now()
+        # While the same requests decode and as many wait, the used tokens alone change. To count
+        # the load nevertheless would take time from each token.
+        may_differ = decoding is None or decoding != self._decoding
+        if is_idle or now_s >= self._use_due_s or (may_differ and now_s >= self._load_due_s):
+            self._decoding = decoding
             pinned = self._cache.pins.tokens if self._cache is not None else 0
             load = load_of(self._scheduler, self.plan, pinned, computed)
             lines = self._with_loads(lines, load)
@@ -112,6 +118,13 @@ class EventPublisher:
                 self._has_lost = True
                 return
         self._has_lost = False
+
+    def _decoding_now(self) -> tuple[int, int] | None:
+        """How many requests decode and how many wait; None if the scheduler does more than that."""
+        plan = self.plan
+        if plan is None or plan.batch_to_run is not plan.running_batch or self._is_pipeline:
+            return None
+        return len(plan.running_batch.reqs), len(self._scheduler.waiting_queue)
 
     def _is_due(self, load: dict[str, int], now_s: float, is_idle: bool) -> bool:
         """Whether a load is sent now: it differs from the last one in more than the used tokens, or
@@ -158,7 +171,7 @@ class EventPublisher:
 
     def _renew(self) -> None:
         """Makes the next calls send everything once more, to a receiver that was cleared."""
-        self._load, self._shares = {}, {}
+        self._load, self._shares, self._decoding = {}, {}, None
         self._load_due_s = self._use_due_s = 0.0
         if self._cache is not None and self._cache.residency is not None:
             self._cache.residency.renew()

@@ -49,7 +49,7 @@ def send_orders(aborts: list[Any], scheduler: Scheduler) -> list[Any]:
     if pins is None or cache is None:
         return aborts
     if extension.is_entry_rank:
-        extension.wanted = extension.wanted.and_then(extension.orders.take())
+        extension.wanted = extension.orders.take(extension.wanted)
     wanted = extension.wanted
     now_s, cost = clock_s(), cache.loads.cost
     costs = cost.share, cost.token_s

@@ -371,6 +371,36 @@ def test_changes_are_published_once_and_load_when_it_changed() -> None:
     assert pipe.take() == []
 
 
+def test_while_the_same_requests_decode_the_load_is_counted_once_a_second(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    pipe, scheduler, counts = Pipe(), Scheduler(), list[float]()
+    sender, decoding = EventPublisher(scheduler, Cache(), pipe), plan(3)
+    load_of = event_publisher.load_of
+
+    def counted_load(*args: Any) -> dict[str, int]:
+        counts.append(now_s)
+        return load_of(*args)
+
+    monkeypatch.setattr(event_publisher, "load_of", counted_load)
+    for now_s in (0.0, 0.2, 0.4, 0.6, 0.8):
+        scheduler.used += 1
+        publish(sender, decoding, now_s)
+    assert counts == [0.0]
+    for now_s in (1.1, 1.3):
+        publish(sender, decoding, now_s)
+    assert counts == [0.0, 1.1]
+    assert [line["load"]["used_tokens"] for line in pipe.take()] == [1, 5]
+    decoding.running_batch.reqs.pop()  # one has ended
+    now_s = 1.5
+    publish(sender, decoding, now_s)
+    scheduler.waiting_queue.append(None)
+    now_s = 1.7
+    publish(sender, decoding, now_s)
+    loads = [line["load"] for line in pipe.take()]
+    assert [(load["running"], load["queued"]) for load in loads] == [(2, 0), (2, 1)]
+
+
 def test_a_prefill_is_pending_until_it_is_computed_and_ended_requests_do_not_run() -> None:
     pipe = Pipe()
     sender = EventPublisher(Scheduler(), Cache(), pipe)

@@ -148,7 +148,9 @@ def scheduler() -> Any:
 def ingest(scheduler: Any, wanted: Orders, *, receives: bool) -> None:
     """What `Scheduler.ingest_requests` does. A poll that is skipped returns nothing, and drops what
     it was given to broadcast."""
-    extension_of(scheduler.tree_cache).orders = SimpleNamespace(take=lambda: wanted)
+    extension_of(scheduler.tree_cache).orders = SimpleNamespace(
+        take=lambda earlier: earlier.and_then(wanted)
+    )
     given = iteration.send_orders([], scheduler)
     handle = partial(lambda scheduler, requests: scheduler.handled.extend(requests))
     iteration.take_orders(handle, scheduler, given if receives else [])
