@@ -16,18 +16,20 @@ def test_used_tokens_alone_are_sent_once_a_second(monkeypatch: pytest.MonkeyPatc
     load, sent = {"running": 1, "used_tokens": 100}, list[dict[str, Any]]()
     monkeypatch.setattr(event_publisher, "load_of", lambda *_: dict(load))
     channel = SimpleNamespace(send=lambda line: sent.append(line["load"]) or True)
-    publisher = EventPublisher(SimpleNamespace(), None, channel)
-    publisher.plan = SimpleNamespace(batch_to_run=object())
+    publisher = EventPublisher(SimpleNamespace(waiting_queue=[]), None, channel)
+    decoding, empty = SimpleNamespace(reqs=[object()]), SimpleNamespace(reqs=[])
+    publisher.plan = SimpleNamespace(batch_to_run=decoding, running_batch=decoding)
     for step in range(100):
         load["used_tokens"] = 100 + step
         publisher.publish(step * 0.02)
     assert [each["used_tokens"] for each in sent] == [100, 150]
 
     load["running"] = 2
+    decoding.reqs.append(object())
     publisher.publish(2.01)
     assert sent[-1] == {"running": 2, "used_tokens": 199}
     load["used_tokens"] = 90
-    publisher.plan = SimpleNamespace(batch_to_run=None)
+    publisher.plan = SimpleNamespace(batch_to_run=None, running_batch=empty)
     publisher.publish(2.02)
     assert sent[-1]["used_tokens"] == 90
 
@@ -51,7 +53,7 @@ def test_a_shared_tier_is_named_first_and_what_reads_cost_when_that_changes(
     monkeypatch.setattr(event_publisher, "shared_pages_of", lambda _: tier)
     channel: Any = SimpleNamespace(send=lambda line: sent.append(line) or True)
     publisher = EventPublisher(SimpleNamespace(waiting_queue=[]), cache, channel)
-    publisher.plan = SimpleNamespace(batch_to_run=None)
+    publisher.plan = SimpleNamespace(batch_to_run=None, running_batch=SimpleNamespace(reqs=[]))
     publisher.publish(0.0)
     for _ in range(ENOUGH):
         cost.computed(1000, 1.0)
