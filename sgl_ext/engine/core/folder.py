@@ -101,7 +101,7 @@ class Inbox:
 
     def take(self, earlier: Orders) -> Orders:
         """Earlier orders, and those that came since the last call."""
-        # A poller of its own for each call would take longer than all else in a quiet iteration.
+        # Not `poll`: it makes a poller at each call, and this runs before each step of decoding.
         while int(self._socket.getsockopt(zmq.EVENTS)) & _READABLE:
             order = orjson.loads(self._socket.recv())
             came = Orders(tuple(order.get("unpin", ())), order.get("settings", {}))

@@ -94,9 +94,9 @@ class EventPublisher:
             self._renew()
         is_idle = self.plan.batch_to_run is None
         lines = self._changes(_IDLE_FACTOR if is_idle else 1)
-        decoding = self._decoding_now()
-        # While the same requests decode and as many wait, the used tokens alone change. To count
-        # the load nevertheless would take time from each token.
+        decoding = self._decoding_now(self.plan)
+        # While the same requests decode and as many wait, only used and pinned tokens change, for
+        # which a count each second is enough: counting takes time from each token.
         may_differ = decoding is None or decoding != self._decoding
         if is_idle or now_s >= self._use_due_s or (may_differ and now_s >= self._load_due_s):
             self._decoding = decoding
@@ -119,10 +119,10 @@ class EventPublisher:
                 return
         self._has_lost = False
 
-    def _decoding_now(self) -> tuple[int, int] | None:
-        """How many requests decode and how many wait; None if the scheduler does more than that."""
-        plan = self.plan
-        if plan is None or plan.batch_to_run is not plan.running_batch or self._is_pipeline:
+    def _decoding_now(self, plan: NextBatchPlan) -> tuple[int, int] | None:
+        """How many requests decode and how many wait. None if the scheduler computes prompts, too,
+        or has several micro-batches."""
+        if plan.batch_to_run is not plan.running_batch or self._is_pipeline:
             return None
         return len(plan.running_batch.reqs), len(self._scheduler.waiting_queue)
 
