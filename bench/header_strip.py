@@ -67,7 +67,7 @@ class Plan:
 PLANS: dict[Size, Plan] = {
     "full": Plan(15, decode_rounds=9),
     "quick": Plan(3, 8, lengths=(4_000, 16_000, 52_000)),
-    "brief": Plan(3, lengths=(4_000, 52_000), decode_rounds=3),
+    "brief": Plan(3, 8, lengths=(4_000, 52_000), decode_rounds=3),
     "smallest": Plan(1, 2, 2_000, (1_000, 2_000), 1),
 }
 

@@ -44,7 +44,7 @@ import tempfile
 import time
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -54,7 +54,7 @@ from sgl_ext_cpu.node import Node
 
 from bench.lib.arms import rotated, running_arms
 from bench.lib.capacity import Capacity, measured
-from bench.lib.engines import Engines, chosen, engine_parser
+from bench.lib.engines import Engines, chosen, engine_parser, pool_tokens
 from bench.lib.pin_arm import Arm
 from bench.lib.pin_figures import arm_figures, by_turn, comparison, left_by
 from bench.lib.pin_load import MESSAGES, Conversation, Texts, single
@@ -95,13 +95,19 @@ class Plan:
     decode_rounds: int = 9
     arms: tuple[str, ...] = tuple(ARMS)
 
+    def for_pool(self, tokens: int) -> Plan:
+        """The same at engines of this size, with the two arms that each pair of engines has."""
+        prefix_tokens = self.prefix_tokens * tokens // self.pool_tokens
+        return replace(
+            self, pool_tokens=tokens, prefix_tokens=prefix_tokens, arms=("pinned", "stock")
+        )
 
-# A start of an engine takes long on a GPU, and in a test.
+
 _FEW = ("pinned", "stock", "stock_session")
 PLANS: dict[Size, Plan] = {
     "full": Plan(),
     "quick": Plan(5, 0.8, 0.28, 5, 3, 20, decode_rounds=5),
-    "brief": Plan(3, 0.8, 0.28, 1, 1, 15, decode_rounds=3, arms=_FEW),
+    "brief": Plan(3, 0.8, 0.28, 2, 2, 15, decode_rounds=3, arms=("pinned", "stock")),
     "smallest": Plan(3, 0.85, 0.28, 1, 1, 15, 900, 4_096, 2, 1, _FEW),
 }
 
@@ -268,6 +274,9 @@ def main() -> None:
     plan = PLANS[options.size]
     pool = ("--max-total-tokens", str(plan.pool_tokens))
     engines = chosen(options, "tiny")
+    if engines.running:  # of any size
+        plan = plan.for_pool(pool_tokens(engines.running_node("stock")))
+        engines.running_node("ours").flush()  # of pins
     with ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="sgl-ext-bench-")))
         starts = {

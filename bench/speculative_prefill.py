@@ -72,7 +72,7 @@ from bench.lib.speculative_load import ARMS, Load, Round, Stage
 from bench.lib.throughput import compared
 from bench.lib.voice import Voice
 
-_FLAGS = ("--tool-call-parser", "pythonic")
+FLAGS = ("--tool-call-parser", "pythonic")
 _PREFIX = "sgl_ext_"
 _COUNTED = (f"{_PREFIX}prefill", f"{_PREFIX}next_turns")
 PLANS: dict[Size, tuple[int, Load]] = {
@@ -222,7 +222,7 @@ def main() -> None:
     voice = Voice(Tokenizer.from_file(str(engines.model / "tokenizer.json")))
     with tempfile.TemporaryDirectory(prefix="sgl-ext-bench-") as folder:
         template = template_without_switch(engines.model, Path(folder) / "template.jinja")
-        flags = [*_FLAGS, "--chat-template", str(template)]
+        flags = [*FLAGS, "--chat-template", str(template)]
         flags += ["--max-total-tokens", str(pool_tokens)] if is_full else []
         starts: dict[str, Callable[[], AbstractContextManager[Node]]] = {}
         if is_usual or is_full:

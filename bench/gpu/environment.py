@@ -29,6 +29,7 @@ _TOOLS = ("nvcc", "gcc", "g++", "ninja")
 _VARIABLES = (
     *("CUDA_VISIBLE_DEVICES", "CUDA_HOME", "LD_LIBRARY_PATH", "OMP_NUM_THREADS"),
     *("SGLANG_PLATFORM", "FLASHINFER_WORKSPACE_BASE", "TRITON_CACHE_DIR", "HF_HUB_OFFLINE"),
+    "SGLANG_UNIFIED_RADIX_TREE_CORE_BACKEND",
 )
 _QUERY = (
     *("index", "uuid", "name", "driver_version", "compute_cap", "mig.mode.current"),

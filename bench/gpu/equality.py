@@ -16,34 +16,21 @@ that can depend on what else is in the batch. Then an answer may differ, in stoc
 from __future__ import annotations
 
 import asyncio
-import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
-from pathlib import Path
 from typing import Any
 
 import aiohttp
 from sgl_ext_cpu.node import Node
 
-from bench.lib.arms import running_arms
 from bench.lib.engines import chosen, engine_parser
 from bench.lib.priority_load import Answer, Load, Request, ask, fitted, play
 from bench.lib.script import Size, require, run
 
-_FLAGS = (
-    *("--max-running-requests", "4", "--max-total-tokens", "16384"),
-    *("--chunked-prefill-size", "2048"),
-)
-_STOCK_FLAGS = (
-    *("--enable-priority-scheduling", "--default-priority-value", "0"),
-    *("--priority-scheduling-preemption-threshold", "9"),
-)
-_DETERMINISTIC = "--enable-deterministic-inference"
 _PIN = {"cache_control": {"type": "ephemeral", "ttl": "600s"}}
 _LOADS: dict[Size, Load] = {
-    "full": Load(12, (400, 128), (600, 32), (0.15, 0.3, 0.45)),
-    "smallest": Load(6, (200, 24), (300, 8), (0.15, 0.3)),
+    "full": Load(20, (400, 128), (600, 32), (0.15, 0.25, 0.35, 0.45, 0.55)),
+    "smallest": Load(12, (200, 24), (300, 8), (0.15, 0.3, 0.45)),
 }
 _FIRST = "stock"
 
@@ -58,30 +45,14 @@ class PinnedRequest(Request):
 
 
 def main() -> None:
-    parser = engine_parser(__doc__)
-    parser.add_argument(
-        "--deterministic",
-        metavar="BACKEND",
-        help="with kernels of this attention, without batch effects",
-    )
-    options = parser.parse_args()
+    options = engine_parser(__doc__).parse_args()
     engines = chosen(options, "tiny")
-    flags = flags_with(options.deterministic)
     load = _LOADS["smallest" if options.size == "smallest" else "full"]
-    with tempfile.TemporaryDirectory(prefix="sgl-ext-bench-") as folder:
-        starts = {
-            "stock": partial(engines.stock, Path(folder) / "stock", *flags, *_STOCK_FLAGS),
-            "ours": partial(engines.ours, Path(folder) / "ours", *flags),
-        }
-        with running_arms(starts) as nodes:
-            run("equality", lambda: asyncio.run(measure(nodes, load)))
-
-
-def flags_with(backend: str | None) -> tuple[str, ...]:
-    """The flags of both engines. backend: of attention, for deterministic kernels."""
-    if backend is None:
-        return _FLAGS
-    return (*_FLAGS, _DETERMINISTIC, "--attention-backend", backend)
+    nodes = {
+        "stock": engines.running_node("stock_priority", "stock"),
+        "ours": engines.running_node("ours"),
+    }
+    run("equality", lambda: asyncio.run(measure(nodes, load)))
 
 
 async def measure(nodes: Mapping[str, Node], load: Load) -> dict[str, Any]:
@@ -109,10 +80,15 @@ async def measure(nodes: Mapping[str, Node], load: Load) -> dict[str, Any]:
 
 
 async def one_by_one(
-    http: aiohttp.ClientSession, node: Node, requests: Sequence[Request]
+    http: aiohttp.ClientSession,
+    node: Node,
+    requests: Sequence[Request],
+    *,
+    is_cold: bool = True,
 ) -> list[Answer]:
-    """The answers to each request by itself, with an empty cache before the first."""
-    node.flush()
+    """The answers to each request by itself, with an empty cache before the first if it is cold."""
+    if is_cold:
+        node.flush()
     url = node.engines[0]
     return [await ask(http, url, replace(request, at_s=0.0), 0.0) for request in requests]
 

@@ -1,6 +1,6 @@
 """What did SGLang choose here, and how long does a first start take?
 
-Prints what the scheduler of our engine in `bench/gpu/pair.py` has (classes, page size, overlap,
+Prints what the scheduler of our engine in the group `wide` has (classes, page size, overlap,
 CUDA graphs), what SGLang resolved its arguments to, and how long the start and the first requests
 took: kernels that are compiled at their first use show in these.
 """
@@ -15,7 +15,7 @@ from typing import Any
 import requests
 from sgl_ext_cpu.node import Node
 
-from bench.gpu.pair import FACTS
+from bench.gpu.groups import FACTS
 from bench.lib.engines import Engines, chosen, engine_parser
 from bench.lib.pin_load import Texts
 from bench.lib.priority_load import GENERATE, Request
@@ -39,20 +39,20 @@ def main() -> None:
 
 def measure(engines: Engines) -> dict[str, Any]:
     """The facts of our engine."""
-    with engines.ours(Path()) as node:
-        times_ms = first_requests_ms(node)
-        info = requests.get(f"{node.engines[0]}/server_info", timeout=60).json()
-        state = info["internal_states"][0]
-        written = node.log_dir / FACTS
-        require(written.exists(), "the scheduler writes what it made")
-        return {
-            "start_s": engines.running["start_s"],
-            "first_requests_ms": times_ms,
-            "made": json.loads(written.read_text()),
-            "resolved": {name: state.get(name) for name in RESOLVED} | graphs(state),
-            "memory": state.get("memory_usage"),
-            "warnings": warnings(node.log_dir),
-        }
+    node = engines.running_node("ours")
+    times_ms = first_requests_ms(node)
+    info = requests.get(f"{node.engines[0]}/server_info", timeout=60).json()
+    state = info["internal_states"][0]
+    written = node.log_dir / FACTS
+    require(written.exists(), "the scheduler writes what it made")
+    return {
+        "start_s": engines.running["start_s"],
+        "first_requests_ms": times_ms,
+        "made": json.loads(written.read_text()),
+        "resolved": {name: state.get(name) for name in RESOLVED} | graphs(state),
+        "memory": state.get("memory_usage"),
+        "warnings": warnings(node.log_dir),
+    }
 
 
 def graphs(state: dict[str, Any]) -> dict[str, str]:

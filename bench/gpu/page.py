@@ -15,8 +15,9 @@ _CPU_RUN = (
 _DETAILS = ("bench", "by_turn", "stages_ms", "templates_of_400_messages", "counters")
 _QUESTIONS = {
     "header_strip": "A changing header at token 0: TTFT with it, and with the strip",
-    "warm_turn": "A turn whose prefix is cached, stock and ours. On a GPU `host_ms` and its ratios "
-    "include the wait for the device, because kernels run beside the host",
+    "warm_turn": "A turn whose prefix is cached, stock and ours",
+    "decoding": "Tokens a second of 8 and of 32 streams, ours over stock",
+    "host_tier": "Pins that spill to the host and come back: answers that differ",
     "fanout": "Sub-agents that start at once with the same cold prefix: tokens computed, and TTFT",
     "priority": "Interactive requests beside a batch that is more than the engine holds",
     "pin_flood": "A pinned prefix under a flood larger than the cache",

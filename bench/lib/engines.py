@@ -29,7 +29,8 @@ class Engines:
     """are_exact: the same prompt has the same greedy answer in any batch.
     logs: where logs stay after the bench; None: where the bench has its other files.
     running: engines that run already, and outlive the bench, by the name of the arm: the fields of
-        a `Node`. The flags of the bench are theirs already.
+        a `Node`. The flags of the bench are theirs already. An arm without an engine of its name
+        has the one named `ours` or `stock`.
     """
 
     model: Path
@@ -42,8 +43,8 @@ class Engines:
         self, log_dir: Path, *flags: str, environment: Mapping[str, str] | None = None
     ) -> AbstractContextManager[Node]:
         """Starts our engine and its balancer."""
-        if "ours" in self.running:
-            return self._shared("ours")
+        if self.running:
+            return nullcontext(self.running_node(log_dir.name, "ours"))
         return running_node(
             self.model, self._kept(log_dir), *flags, environment=environment, config=self.config
         )
@@ -52,16 +53,19 @@ class Engines:
         self, log_dir: Path, *flags: str, environment: Mapping[str, str] | None = None
     ) -> AbstractContextManager[Node]:
         """Starts SGLang without the plugin."""
-        if "stock" in self.running:
-            return self._shared("stock")
+        if self.running:
+            return nullcontext(self.running_node(log_dir.name, "stock"))
         return stock_engine(
             self.model, self._kept(log_dir), *flags, environment=environment, config=self.config
         )
 
-    def _shared(self, name: str) -> AbstractContextManager[Node]:
+    def running_node(self, *names: str) -> Node:
+        """The running engine of the first of these arms that has one; LookupError if none has."""
+        name = next((name for name in names if name in self.running), "")
+        if not name:
+            raise LookupError(f"--running: no engine of {' or '.join(names)} runs")
         fields, process = self.running[name], cast(subprocess.Popen[bytes], None)
-        node = Node(fields["url"], tuple(fields["engines"]), process, Path(fields["log_dir"]))
-        return nullcontext(node)
+        return Node(fields["url"], tuple(fields["engines"]), process, Path(fields["log_dir"]))
 
     def _kept(self, log_dir: Path) -> Path:
         return log_dir if self.logs is None else self.logs / log_dir.name
@@ -77,6 +81,13 @@ def page_size(node: Node) -> int:
     info = requests.get(f"{node.engines[0]}/server_info", timeout=60)
     info.raise_for_status()
     return int(info.json()["internal_states"][0]["page_size"])
+
+
+def pool_tokens(node: Node) -> int:
+    """The tokens that the KV cache of the node's first engine holds."""
+    load = requests.get(f"{node.engines[0]}/v1/loads", params={"include": "core"}, timeout=60)
+    load.raise_for_status()
+    return int(load.json()["loads"][0]["max_total_num_tokens"])
 
 
 def engine_parser(description: str | None) -> argparse.ArgumentParser:

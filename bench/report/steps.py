@@ -84,8 +84,11 @@ def run_step(step: Step, folder: Path, left_s: float = math.inf) -> Result:
 
 
 @contextmanager
-def held(step: Step, folder: Path, left_s: float, written: Path) -> Iterator[Result]:
-    """Starts what others share, yields once it has written the file, and ends it with the block.
+def held(
+    step: Step, folder: Path, left_s: float, written: Path, *, is_kept: bool = False
+) -> Iterator[Result]:
+    """Starts what others share, yields once it has written the file, and ends it with the block;
+    is_kept: what has started runs on.
 
     The result is of the start. If it failed, nothing runs in the block.
     """
@@ -94,6 +97,7 @@ def held(step: Step, folder: Path, left_s: float, written: Path) -> Iterator[Res
     started = time.monotonic()
     limit_s = min(step.limit_s, left_s)
     process = _started(step, folder)
+    is_running = False
     try:
         while not written.exists() and process.poll() is None:
             if time.monotonic() > started + limit_s:
@@ -101,6 +105,7 @@ def held(step: Step, folder: Path, left_s: float, written: Path) -> Iterator[Res
             time.sleep(0.1)
         status, seconds = process.poll(), round(time.monotonic() - started, 1)
         if written.exists() and status is None:
+            is_running = True
             yield Result(step.name, "ok", seconds)
         else:
             end_session(process)
@@ -108,7 +113,8 @@ def held(step: Step, folder: Path, left_s: float, written: Path) -> Iterator[Res
             why = reason(errors, status, limit_s)
             yield Result(step.name, "failed", seconds, {}, why, log_ends(folder))
     finally:
-        end_session(process)
+        if not (is_kept and is_running):
+            end_session(process)
 
 
 def _started(step: Step, folder: Path) -> subprocess.Popen[bytes]:

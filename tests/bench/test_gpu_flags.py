@@ -9,14 +9,14 @@ from typing import Any
 import pytest
 from sgl_ext_cpu.node import local_model
 
-from bench import fanout, pin_flood, priority
-from bench.gpu import equality
+from bench.gpu.groups import GROUPS
 from bench.gpu.machine import Machine
 from sgl_ext.engine import topology
 from sgl_ext.engine.serve import cache_flags, priority_flags
 from sgl_ext.settings.sources import launch_settings
 from tests.engine.test_model_families import BLACKWELL, HOPPER, device, sglang
 from tests.gpu_engines import FLAGS as TEST_FLAGS
+from tests.gpu_engines import without
 
 pytestmark = pytest.mark.long  # imports SGLang's scheduler
 DEVICES = pytest.mark.parametrize("sm", [HOPPER, BLACKWELL])
@@ -36,45 +36,45 @@ def resolved(sm: int, config: Path, *flags: str, is_stock: bool = False) -> Any:
 
 
 @pytest.fixture
-def configs(tmp_path: Path) -> tuple[Path, Path]:
-    return Machine("0", "small-config").write_configs(tmp_path)
-
-
-@DEVICES
-def test_the_engines_of_the_facts_have_what_sglang_chooses(
-    configs: tuple[Path, Path], sm: int
-) -> None:
-    found = resolved(sm, configs[0], *fanout.FLAGS)
-    assert found.load_format == "dummy"
-    assert found.max_total_tokens == 196_608
-    assert not found.disable_overlap_schedule
-    assert found.cuda_graph_config.decode.backend == "full"
-    assert found.page_size == (1 if sm == HOPPER else 64)
-
-
-@DEVICES
-def test_engines_of_the_other_benches_capture_few_graphs(
-    configs: tuple[Path, Path], sm: int
-) -> None:
-    for flags in (pin_flood.FLAGS, priority.FLAGS):
-        graphs = resolved(sm, configs[1], *flags).cuda_graph_config
-        assert graphs.prefill.backend == "disabled"
-        assert max(graphs.decode.bs) == 16
-    for _, flags in (*pin_flood.ARMS.values(), *priority.ARMS.values()):
-        words = [word for word in flags if word not in ("--pin-budget", "0.3334")]
-        assert resolved(sm, configs[1], *words, is_stock=True).max_running_requests is not None
-
-
-@DEVICES
-@pytest.mark.parametrize("is_test", [False, True])
-def test_deterministic_kernels_leave_the_radix_cache_on(
-    configs: tuple[Path, Path], sm: int, is_test: bool
-) -> None:
+def machine(sm: int) -> Machine:
     backend = "triton" if sm == BLACKWELL else "fa3"
-    given = ("--attention-backend", backend)
-    flags = (*TEST_FLAGS, *given) if is_test else equality.flags_with(backend)
-    found = resolved(sm, configs[1], *flags)
+    return Machine("0", "small-config", "small-config", deterministic=backend)
+
+
+@DEVICES
+@pytest.mark.parametrize("name", GROUPS)
+def test_sglang_takes_the_settings_of_each_group(
+    tmp_path: Path, machine: Machine, sm: int, name: str
+) -> None:
+    group, config = GROUPS[name], tmp_path / "engines.toml"
+    config.write_text(machine.config(group))
+    for arm, flags in group.arms.items():
+        words = without(flags, {"--host-pin-budget": 2})  # ours, which SGLang does not know
+        found = resolved(sm, config, *words, is_stock=arm != "ours")
+        assert found.load_format == "dummy"
+        assert found.max_total_tokens == group.pool_tokens
+        assert found.max_running_requests == group.slots
+        assert not found.disable_overlap_schedule
+        assert not found.disable_radix_cache
+        assert found.cuda_graph_config.prefill.backend == "disabled"
+        assert found.enable_deterministic_inference == group.is_judge
+        if group.is_judge:
+            assert found.attention_backend == machine.deterministic
+            assert found.page_size == 1
+        else:
+            assert found.cuda_graph_config.decode.backend == "full"
+            assert max(found.cuda_graph_config.decode.bs) == group.slots
+
+
+@DEVICES
+def test_deterministic_kernels_of_the_tests_leave_the_radix_cache_on(
+    tmp_path: Path, machine: Machine, sm: int
+) -> None:
+    config = tmp_path / "engines.toml"
+    config.write_text(machine.config(GROUPS["narrow"]))
+    given = ("--attention-backend", machine.deterministic)
+    found = resolved(sm, config, *TEST_FLAGS, *given)
     assert found.enable_deterministic_inference
-    assert found.attention_backend == backend
+    assert found.attention_backend == machine.deterministic
     assert not found.disable_radix_cache
     assert found.page_size == 1

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
 import sys
+import tomllib
 from collections.abc import Iterator
 from contextlib import contextmanager
 from importlib import import_module
@@ -21,7 +23,9 @@ from sgl_ext_cpu.nursery import Nursery
 
 from bench.gpu import __main__ as report_module
 from bench.gpu import machine as machine_module
+from bench.gpu.__main__ import STEPS
 from bench.gpu.equality import explanation, unexplained
+from bench.gpu.groups import GROUPS
 from bench.gpu.machine import Machine, find_machine, freest, needed_bytes, with_model
 from bench.gpu.page import page
 from bench.lib.engines import engine_parser
@@ -147,12 +151,37 @@ def test_no_step_starts_when_the_time_is_used_up(tmp_path: Path) -> None:
 
 def test_the_model_is_the_largest_that_fits() -> None:
     gpu = Machine("0", variable="HIP_VISIBLE_DEVICES")
-    assert with_model(gpu, H200) == Machine("0", "8b-config", "HIP_VISIBLE_DEVICES")
+    large = Machine("0", "8b-config", "2b-config", "HIP_VISIBLE_DEVICES")
+    assert with_model(gpu, H200) == large
     assert with_model(gpu, {**H200, "free_bytes": 79 * GIB}).model == "2b-config"
-    assert with_model(gpu, {**H200, "free_bytes": 23 * GIB}).model == "small-config"
+    assert with_model(gpu, {**H200, "free_bytes": 40 * GIB}).model == "small-config"
+    assert with_model(gpu, H200, "2b-config").model == "2b-config"
     assert with_model(gpu, {**H200, "capability": [10, 0]}).deterministic == "triton"
     assert with_model(Machine(None), {}) == Machine(None, "tiny")
-    assert needed_bytes(SHAPES["8b-config"]) > 2 * 16 * 10**9, "two engines with their weights"
+    with pytest.raises(LookupError, match="engines of 8b-config need"):
+        with_model(gpu, {**H200, "free_bytes": 79 * GIB}, "8b-config")
+
+
+def test_the_memory_of_all_groups_counts() -> None:
+    weights = 2 * SHAPES["8b-config"].weight_bytes + 3 * SHAPES["2b-config"].weight_bytes
+    caches = 2 * 128_000 * SHAPES["8b-config"].token_bytes
+    assert weights + caches < needed_bytes("8b-config", "2b-config") < 139 * GIB
+
+
+def test_engines_of_a_group_have_its_sizes_and_what_was_given(tmp_path: Path) -> None:
+    gpu, narrow, judge = Machine("0", "8b-config", "2b-config"), GROUPS["narrow"], GROUPS["tiered"]
+    text = gpu.config(narrow, {"attention-backend": "triton"})
+    found = tomllib.loads(text)["engine"]
+    assert found["max-total-tokens"] == narrow.pool_tokens
+    assert found["max-running-requests"] == found["cuda-graph-max-bs-decode"] == narrow.slots
+    assert found["attention-backend"] == "triton"
+    assert gpu.model_of(GROUPS["wide"]) == "8b-config"
+    assert gpu.model_of(narrow) == "2b-config"
+    assert gpu.model_of(judge) == "small-config"
+    assert tomllib.loads(gpu.config(judge))["engine"]["enable-deterministic-inference"]
+    on_cpu = tomllib.loads(Machine(None).config(judge))
+    assert on_cpu["launch"]["platform"] == "cpu"
+    assert "enable-deterministic-inference" not in on_cpu["engine"]
 
 
 def test_a_gpu_that_others_fill_is_an_error_that_says_what_to_do() -> None:
@@ -244,10 +273,22 @@ def test_the_page_says_what_failed_and_that_it_is_a_cpu_run() -> None:
     assert page({**report, "is_cpu": False, "steps": steps}).startswith("# GPU report\n\n`make")
 
 
-@pytest.mark.parametrize(("gpu", "size"), [("0", "brief"), (None, "smallest")])
-def test_each_step_is_given_what_its_module_takes(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, gpu: str | None, size: str
-) -> None:
+def options(folder: Path, *names: str, **given: Any) -> Any:
+    """The options of a run of these steps, or of all."""
+    return SimpleNamespace(
+        **{
+            **{"folder": folder, "only": names or tuple(STEPS), "minutes": 10.0},
+            **{"keep": False, "resume": False, **given},
+        }
+    )
+
+
+MODELS = {"tiny": Path("tiny"), "small-config": Path("small-config")}
+
+
+@pytest.fixture
+def ran(monkeypatch: pytest.MonkeyPatch) -> list[Step]:
+    """The steps that a report ran, starts of engines with them; each ends well."""
     seen: list[Step] = []
 
     def note(step: Step, *_: object) -> Result:
@@ -255,82 +296,113 @@ def test_each_step_is_given_what_its_module_takes(
         return Result(step.name, "ok")
 
     @contextmanager
-    def hold(step: Step, *_: object) -> Iterator[Result]:
+    def hold(step: Step, *_: object, **__: object) -> Iterator[Result]:
         yield note(step)
 
     monkeypatch.setattr(report_module, "run_step", note)
     monkeypatch.setattr(report_module, "held", hold)
-    options = SimpleNamespace(folder=tmp_path, only=report_module.NAMES, minutes=10.0)
-    machine = Machine(gpu, "small-config")
-    run = report_module.Run(options, is_cpu=gpu is None)
-    report_module.measure(run, machine, tmp_path / "model", {})
+    return seen
+
+
+@pytest.mark.parametrize(("gpu", "size"), [("0", "brief"), (None, "smallest")])
+def test_each_step_is_given_what_its_module_takes(
+    tmp_path: Path, ran: list[Step], gpu: str | None, size: str
+) -> None:
+    machine = Machine(gpu, "small-config", "small-config")
+    run = report_module.Run(options(tmp_path), is_cpu=gpu is None)
+    report_module.measure(run, machine, MODELS, {}, {})
     left_out = () if gpu else ("equality_deterministic",)
-    expected = ["start", *(name for name in report_module.NAMES if name not in left_out)]
-    assert [step.name for step in seen] == expected
-    for step in seen:
+    starts = {f"start_{STEPS[name].group}" for name in STEPS if name not in left_out}
+    assert {step.name for step in ran[: len(starts)]} == starts
+    expected = [name for name in STEPS if name not in left_out]
+    assert [step.name for step in ran[len(starts) :]] == expected
+    for step in ran:
         module = import_module(step.module)
         parser = engine_parser(None)
-        parser.add_argument("--written")
-        parser.add_argument("--deterministic")
+        parser.add_argument("--group")
+        parser.add_argument("--written", type=Path)
         given = parser.parse_args(step.flags)
         assert given.size in getattr(module, "PLANS", (size,))
         assert given.size == size
         assert given.batch_variant == (gpu is not None)
         assert given.config.exists()
-        assert (given.deterministic is not None) == (step.name == "equality_deterministic")
+        if step.name in STEPS:
+            started = next(one for one in ran if one.name == f"start_{STEPS[step.name].group}")
+            assert str(given.running) in started.flags
 
 
-@contextmanager
-def failing_start(step: Step, *_: object) -> Iterator[Result]:
-    yield Result(step.name, "failed", why="no nvcc")
+def test_no_step_takes_all_of_a_lease() -> None:
+    assert report_module._STEP_S <= 9 * 60
+
+
+def test_only_the_groups_of_the_named_steps_start(tmp_path: Path, ran: list[Step]) -> None:
+    run = report_module.Run(options(tmp_path, "equality", "priority"), is_cpu=True)
+    report_module.measure(run, Machine(None), MODELS, {}, {})
+    assert [step.name for step in ran] == ["start_narrow", "equality", "priority"]
 
 
 def test_what_shares_engines_that_did_not_start_is_not_run(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, ran: list[Step], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(report_module, "run_step", lambda step, *_: Result(step.name, "ok"))
-    monkeypatch.setattr(report_module, "held", failing_start)
-    names = ("facts", "fanout", "equality")
-    run = report_module.Run(SimpleNamespace(folder=tmp_path, only=names, minutes=10.0), is_cpu=True)
-    report_module.measure(run, Machine(None), tmp_path / "model", {})
-    found = [(result.name, result.status) for result in run.results]
-    assert found == [
-        ("start", "failed"),
-        ("facts", "not run"),
-        ("fanout", "not run"),
-        ("equality", "ok"),
-    ]
+    well = report_module.held
+
+    @contextmanager
+    def hold(step: Step, *given: Any, **more: Any) -> Iterator[Result]:
+        if step.name == "start_wide":
+            yield Result(step.name, "failed", why="no nvcc")
+            return
+        with well(step, *given, **more) as result:
+            yield result
+
+    monkeypatch.setattr(report_module, "held", hold)
+    run = report_module.Run(options(tmp_path, "facts", "equality"), is_cpu=True)
+    report_module.measure(run, Machine(None), MODELS, {}, {})
+    found = {name: (result.status, result.why) for name, result in run.results.items()}
+    assert found["start_wide"] == ("failed", "no nvcc")
+    assert found["facts"] == ("not run", "its engines did not start: no nvcc")
+    assert found["equality"][0] == "ok"
 
 
-def test_engines_that_never_start_are_started_twice_and_not_by_every_step(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_a_resumed_report_keeps_what_ended_well_and_runs_the_rest(
+    tmp_path: Path, ran: list[Step]
 ) -> None:
-    monkeypatch.setattr(
-        report_module, "run_step", lambda step, *_: Result(step.name, "failed", why="no nvcc")
-    )
-    monkeypatch.setattr(report_module, "held", failing_start)
-    names = ("facts", "equality", "equality_deterministic", "priority")
-    run = report_module.Run(SimpleNamespace(folder=tmp_path, only=names, minutes=10.0), is_cpu=True)
-    report_module.measure(run, Machine("0"), tmp_path / "model", {})
-    found = {result.name: (result.status, result.why) for result in run.results}
-    assert found["equality"] == ("failed", "no nvcc")
-    left_out = ("not run", "no engine starts: no nvcc")
-    assert found["equality_deterministic"] == found["priority"] == left_out
+    first = report_module.Run(options(tmp_path), is_cpu=True)
+    first.note(Result("equality", "ok", 3.0))
+    first.note(Result("priority", "failed", 4.0, why="no memory"))
+    run = report_module.Run(options(tmp_path, "equality", "priority", resume=True), is_cpu=True)
+    report_module.measure(run, Machine(None), MODELS, {}, {})
+    assert [step.name for step in ran] == ["start_narrow", "priority"]
+    steps = json.loads((tmp_path / "report.json").read_text())["steps"]
+    assert {step["name"]: step["status"] for step in steps} == {
+        "equality": "ok", "start_narrow": "ok", "priority": "ok",
+    }  # fmt: skip
+
+
+def test_engines_that_were_kept_are_used_again_and_then_end(
+    tmp_path: Path, ran: list[Step], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engines = subprocess.Popen(["sleep", "600"], start_new_session=True)
+    written = tmp_path / "start_narrow" / "running.json"
+    written.parent.mkdir()
+    arm = {"url": "http://127.0.0.1:1", "engines": [], "log_dir": "."}
+    written.write_text(json.dumps({"stock": arm, "start_s": 1.0, "process": engines.pid}))
+    monkeypatch.setattr(report_module, "is_healthy", lambda _: True)
+    for is_kept in (True, False):
+        given = options(tmp_path, "equality", resume=True, keep=is_kept)
+        run = report_module.Run(given, is_cpu=True)
+        run.results.clear()
+        report_module.measure(run, Machine(None), MODELS, {}, {})
+        assert (engines.poll() is None) == is_kept or engines.wait(10) == -signal.SIGKILL
+    assert [step.name for step in ran] == ["equality", "equality"]
 
 
 def test_the_page_is_there_after_each_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    seen: list[str] = []
-
-    def read(step: Step, *_: object) -> Result:
-        seen.append((tmp_path / "report.md").read_text() if seen else step.name)
-        return Result(step.name, "ok")
-
-    monkeypatch.setattr(report_module, "run_step", read)
-    names = ("equality", "priority")
-    run = report_module.Run(SimpleNamespace(folder=tmp_path, only=names, minutes=10.0), is_cpu=True)
-    report_module.measure(run, Machine(None, "small-config"), tmp_path / "model", {})
-    assert "| equality | ok |" in seen[1]
-    assert "small-config" in seen[1]
+    run = report_module.Run(options(tmp_path), is_cpu=True)
+    run.model = "small-config"
+    run.note(Result("equality", "ok", 3.0))
+    text = (tmp_path / "report.md").read_text()
+    assert "| equality | ok |" in text
+    assert "small-config" in text
 
 
 @pytest.mark.long
@@ -377,7 +449,7 @@ def test_the_report_runs_on_this_machine(tmp_path: Path, nursery: Nursery) -> No
     report = json.loads((tmp_path / "report.json").read_text())
     steps = {step["name"]: step for step in report["steps"]}
     assert {name: step["status"] for name, step in steps.items()} == dict.fromkeys(
-        ("environment", "start", "facts", "fanout", "equality"), "ok"
+        ("environment", "start_narrow", "start_wide", "facts", "fanout", "equality"), "ok"
     )
     facts = steps["facts"]["figures"]
     assert facts["made"]["cache class"].endswith(".ExtendedRadixCache")
