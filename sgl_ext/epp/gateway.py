@@ -8,6 +8,7 @@ The gateway sends on only what it gets from here, except answers that it does no
 (response_body_mode: NONE).
 """
 
+import re
 from collections.abc import Callable
 
 from sgl_ext.balancer.http.response_head import ResponseHead
@@ -21,6 +22,8 @@ from sgl_ext.epp.pick import Pick
 _DETAILS = "endpoint_picker"
 # What Envoy answers by itself, in plain text, when it reaches no engine. Engines' errors are JSON.
 _GATEWAY_ERRORS = (502, 503, 504)
+# Of a final answer.
+_STATUS = re.compile(rb"[2-9][0-9]{2}")
 
 
 class EnvoyGateway:
@@ -117,7 +120,12 @@ class EnvoyGateway:
     def _take_head(self, pick: Pick, receiver: ResponseReceiver, head: messages.Request) -> None:
         headers = messages.headers_of(head.headers)
         fields = dict(headers)
-        status = int(fields.get(b":status", b"0"))
+        stated = fields.get(b":status", b"")
+        if not _STATUS.fullmatch(stated):
+            self._metrics.gateway_fault("unreadable answer")
+            receiver.upstream_lost("the gateway's answer has no valid :status")
+            return
+        status = int(stated)
         is_text = fields.get(b"content-type", b"").startswith(b"text/plain")
         if status in _GATEWAY_ERRORS and is_text:
             self._metrics.gateway_fault("no answer")

@@ -18,8 +18,17 @@ class Outbox:
     """is_full: the gateway does not read as fast as messages come. on_room: called when it does
     again."""
 
-    def __init__(self, write: Callable[[Response], Awaitable[None]], metrics: Metrics) -> None:
+    def __init__(
+        self,
+        write: Callable[[Response], Awaitable[None]],
+        metrics: Metrics,
+        failed: Callable[[], None],
+    ) -> None:
+        """failed: called once if a message cannot be sent, or if `on_room` fails. No message
+        follows then."""
         self.is_full = False
+        self._failed = failed
+        self._is_closed = False
         self.on_room: Callable[[], None] = lambda: None
         self._write = write
         self._metrics = metrics
@@ -29,6 +38,8 @@ class Outbox:
 
     def post(self, response: Response, size_bytes: int = 0) -> None:
         """Sends a message after those before it. size_bytes: what it counts with."""
+        if self._is_closed:
+            return
         self._unsent.append((response, size_bytes))
         self._bytes += size_bytes
         self.is_full = self._bytes > _MAX_BYTES
@@ -47,10 +58,10 @@ class Outbox:
             await asyncio.wait([self._writing])
 
     def close(self) -> None:
-        """Writes no more."""
+        """Begins to write no other message. gRPC cannot take the one back that it writes, and ends
+        no stream before that one is written: wait until it is `emptied`."""
+        self._is_closed = True
         self._unsent.clear()
-        if self._writing is not None:
-            self._writing.cancel()
 
     async def _write_all(self) -> None:
         try:
@@ -61,9 +72,11 @@ class Outbox:
                 if self.is_full and self._bytes <= _MAX_BYTES // 2:
                     self.is_full = False
                     self.on_room()
-        except Exception as error:  # the gateway has left
+        except Exception as error:  # most often the gateway has left
             log.debug("a message to the gateway was not sent: %r", error)
-            self._metrics.gateway_fault("unsent message")
-            self._unsent.clear()
+            if not self._is_closed:
+                self._metrics.gateway_fault("unsent message")
+                self._failed()
+            self.close()
         finally:
             self._writing = None

@@ -54,7 +54,7 @@ class GatewayStream:
         self._is_aborted = self._is_reading = False
         self._is_read = asyncio.Event()
         self._is_read.set()
-        self._outbox = Outbox(write, self._metrics)
+        self._outbox = Outbox(write, self._metrics, self.abort)
         self._gateway = EnvoyGateway(self._outbox, self._metrics, self.abort, self._reads)
         self._path = ""
         self._request: Request | None = None
@@ -73,6 +73,8 @@ class GatewayStream:
                 raise StreamAborted
         finally:
             self._close()
+            # The caller ends the stream, with an error if this raises.
+            await self._outbox.emptied()
 
     async def _read(self, requests: AsyncIterator[messages.Request]) -> None:
         """Returns when the answer is complete, or the stream is aborted."""

@@ -112,7 +112,7 @@ class Asked:
         await self.call.write(message)
 
     async def answer_head(
-        self, status: int = 200, *, ends: bool = False, served: str = "", **headers: str
+        self, status: int | str = 200, *, ends: bool = False, served: str = "", **headers: str
     ) -> None:
         """Sends the head of the engine's answer."""
         message = ProcessingRequest()

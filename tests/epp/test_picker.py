@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import gzip
+from contextlib import suppress
 from hashlib import sha256
 from pathlib import Path
 from typing import Any
@@ -14,13 +15,15 @@ import pytest
 from aiohttp import web
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
+from sgl_ext.epp import messages
 from sgl_ext.epp.envoy_api import BODY_SEND_MODES
+from sgl_ext.epp.gateway import EnvoyGateway
 from sgl_ext.epp.messages import DESTINATION, FULL_DUPLEX_STREAMED, NONE, SERVICE
 from sgl_ext.limits.elements import MAX_ELEMENTS
 from tests.balancer.conftest import Engine
 from tests.balancer.wire import until
 from tests.epp.conftest import Ask, Listen, Pick
-from tests.epp.gateway import CHAT, MESSAGES, Asked, running_picker
+from tests.epp.gateway import CHAT, MESSAGES, Asked, Picker, running_picker
 
 HIDDEN = (FULL_DUPLEX_STREAMED, NONE)
 RESPONSES = "/v1/responses"
@@ -291,6 +294,68 @@ async def test_what_a_gateway_says_of_a_dead_engine_gets_the_callers_shape(
     status, _, error = await asked.answered()
     assert (status, error["error"]["type"]) == (502, kind)
     assert picker.metric("gateway_faults", "no answer") == 1
+    assert picker.in_flight == [0]
+
+
+@pytest.mark.parametrize("status", ["", "abc", "2_00", "+200", "0200", "100", "99"])
+async def test_an_answer_without_a_status_is_an_error_at_once(
+    pick: Pick, ask: Ask, status: str
+) -> None:
+    picker = await pick(Engine("one"))
+    asked = ask(picker)
+    await asked.request(path=MESSAGES)
+    await asked.answer_head(status)
+    answer = await asked.answered()
+    assert (answer[0], answer[2]["error"]["type"]) == (502, "api_error")
+    assert picker.metric("gateway_faults", "unreadable answer") == 1
+    assert await asked.call.read() is grpc.aio.EOF
+    assert picker.in_flight == [0]
+
+
+async def under_way(picker: Picker, asked: Asked) -> None:
+    """Sends a request so large that the picker still writes it when its engine is chosen."""
+    body = orjson.dumps(talk("x" * 8_000_000))
+    await asked.head()
+    for at in range(0, len(body), 1_000_000):
+        await asked.body(body[at : at + 1_000_000], ends=at + 1_000_000 >= len(body))
+    await until(lambda: picker.in_flight == [1])
+
+
+async def ended(asked: Asked) -> grpc.StatusCode:
+    """Reads on until the picker ends the stream; returns its status."""
+    async with asyncio.timeout(20):
+        with suppress(grpc.aio.AioRpcError):
+            while await asked.call.read() is not grpc.aio.EOF:
+                pass
+        return await asked.call.code()
+
+
+async def test_an_inner_error_ends_the_stream_while_a_message_is_written(
+    pick: Pick, ask: Ask, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def broken(*_: Any) -> bool:
+        raise ZeroDivisionError
+
+    picker = await pick(Engine("one"))
+    asked = ask(picker)
+    await under_way(picker, asked)
+    monkeypatch.setattr(EnvoyGateway, "take_answer", broken)
+    await asked.answer_head()
+    assert await ended(asked) == grpc.StatusCode.INTERNAL
+    assert picker.in_flight == [0]
+    assert picker.metric("background_failures", "gateway stream") == 1
+
+
+async def test_a_message_that_cannot_be_written_ends_the_stream(
+    pick: Pick, ask: Ask, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    picker = await pick(Engine("one"))
+    monkeypatch.setattr(messages, "request_body", lambda *_, **__: ["no message"])
+    asked = ask(picker)
+    await asked.head()
+    await asked.body(orjson.dumps(talk("Hello")))
+    assert await ended(asked) == grpc.StatusCode.ABORTED
+    assert picker.metric("gateway_faults", "unsent message") == 1
     assert picker.in_flight == [0]
 
 

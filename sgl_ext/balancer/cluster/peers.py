@@ -16,7 +16,9 @@ import asyncio
 import socket
 import time
 from collections.abc import Callable, Hashable, Iterable
+from contextlib import suppress
 from dataclasses import dataclass
+from struct import Struct
 
 import msgspec
 from cachetools import TTLCache
@@ -37,6 +39,12 @@ _MOST_BYTES = 65_000
 _MOST_SEGMENTS = 1_500
 _IDLE = Load()
 _MOST_PEERS = 4_096
+MOST_READ = 64
+"""Messages that are read before the event loop goes on: any process of the machine can send."""
+# Linux then says with each message how many before it found no room. Python has no name for it.
+_SO_RXQ_OVFL = 40
+_COUNT = Struct("=I")
+_ABOUT_BYTES = socket.CMSG_SPACE(_COUNT.size)
 
 
 class _Placed(msgspec.Struct, tag=True):
@@ -101,6 +109,7 @@ class Peers:
         self.metrics.tables.add("peers", self._received.__len__, lambda: _MOST_PEERS)
         self._sent: dict[str, Load] = {}
         self._load_due = False
+        self._without_room = 0
         self._guard = Guard("peers", self.metrics.background_failed)
         self.router.attempts.on_begin.append(self.send_placed)
         self.router.attempts.on_end.append(self.load_changed)
@@ -109,6 +118,8 @@ class Peers:
         """Receives messages from now on."""
         if self.group is not None:
             self.group.mine.setblocking(False)
+            with suppress(OSError):  # another system than Linux does not count them
+                self.group.mine.setsockopt(socket.SOL_SOCKET, _SO_RXQ_OVFL, 1)
             asyncio.get_running_loop().add_reader(self.group.mine, self._read, self.group)
         if self.store is not None:
             self.store.start(self._apply_counted)
@@ -170,18 +181,30 @@ class Peers:
                 self.metrics.peer_message_faults.counts[("not sent",)] += 1
 
     def _read(self, group: PeerGroup) -> None:
-        while True:
+        """Reads some messages. The loop calls it again while there are more."""
+        for _ in range(MOST_READ):
             try:
-                data, address = group.mine.recvfrom(_MOST_BYTES)
+                data, about, _, address = group.mine.recvmsg(_MOST_BYTES, _ABOUT_BYTES)
             except BlockingIOError:
                 return
             except OSError:
                 continue
+            self._count_lost(about)
             with self._guard:
                 try:
                     self.receive(data, address)
                 except ValueError:
                     self.metrics.peer_message_faults.counts[("unreadable",)] += 1
+
+    def _count_lost(self, about: list[tuple[int, int, bytes]]) -> None:
+        """Counts the messages that found no room in the socket. about: what the kernel says."""
+        for level, kind, number in about:
+            if (level, kind) == (socket.SOL_SOCKET, _SO_RXQ_OVFL):
+                (total,) = _COUNT.unpack(number)
+                # The kernel's count has 32 bits.
+                lost = (total - self._without_room) % (1 << 32)
+                self.metrics.peer_message_faults.counts[("no room",)] += lost
+                self._without_room = total
 
     def receive(self, data: bytes, address: tuple[str, int]) -> None:
         """Applies the message of a process of the group. Raises ValueError if it is malformed."""

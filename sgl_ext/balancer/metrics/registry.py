@@ -295,7 +295,8 @@ class Metrics(Page):
         self.gateway_faults = counter(
             "gateway_faults{fault}",
             "What went wrong between a gateway and the endpoint picker: no answer, a "
-            "configuration that cannot be served, unexpected and unsent messages.",
+            "configuration that cannot be served, unexpected and unsent messages, an unreadable "
+            "answer.",
         )
         self.stall_s = histogram(
             "event_loop_stall_seconds{clock}",

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import asyncio
+import socket
+from collections.abc import Iterator
+from itertools import pairwise
 from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sgl_ext.balancer.cluster.peers import SILENT_S, PeerGroup, Peers
+from sgl_ext.balancer.cluster.peers import MOST_READ, SILENT_S, PeerGroup, Peers
 from sgl_ext.balancer.cluster.store_messages import MOST_QUEUED, StoreMessages
 from sgl_ext.balancer.metrics.registry import Metrics
 from sgl_ext.balancer.routing.attempts import Attempt, RoutingRequest
@@ -233,3 +237,54 @@ async def test_processes_of_one_node_ignore_what_the_store_repeats() -> None:
         assert [data for data, _ in received] == [b"news"]
     finally:
         pair[0].stop()
+
+
+@pytest.fixture
+def flooded() -> Iterator[tuple[Peers, socket.socket, Metrics]]:
+    """A process of a group with real sockets, and a socket of somebody else."""
+    with (
+        socket.socket(type=socket.SOCK_DGRAM) as mine,
+        socket.socket(type=socket.SOCK_DGRAM) as they,
+    ):
+        mine.bind(("127.0.0.1", 0))
+        metrics = Metrics()
+        router = Router(workers_at([A, B], metrics), metrics)
+        yield Peers(PeerGroup(0, SECRET, (mine,)), router, metrics), they, metrics
+
+
+async def test_a_flood_of_datagrams_leaves_the_loop_its_turns(
+    flooded: tuple[Peers, socket.socket, Metrics],
+) -> None:
+    peers, they, metrics = flooded
+    sent = 3 * MOST_READ - 1
+    for _ in range(sent):
+        they.sendto(b"x", peers.group.mine.getsockname())  # type: ignore[union-attr]
+    peers.start()
+    faults = metrics.peer_message_faults.counts
+    read = [0]
+    async with asyncio.timeout(20):
+        while read[-1] < sent:
+            await asyncio.sleep(0)
+            read.append(int(faults["unreadable",]))
+    peers.stop()
+    assert max(after - before for before, after in pairwise(read)) == MOST_READ
+
+
+async def test_datagrams_for_which_there_is_no_room_are_counted(
+    flooded: tuple[Peers, socket.socket, Metrics],
+) -> None:
+    peers, they, metrics = flooded
+    mine = peers.group.mine  # type: ignore[union-attr]
+    mine.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 0)  # the least that there is
+    peers.start()
+    faults = metrics.peer_message_faults.counts
+    for number in (1, 2):
+        for _ in range(300):
+            they.sendto(b"x", mine.getsockname())
+        seen = faults["unreadable",]
+        await until(lambda: faults["unreadable",] > seen)  # noqa: B023 - it is awaited here
+        # The kernel says with the next message how many found no room before it.
+        they.sendto(b"x", mine.getsockname())
+        await until(lambda: sum(faults.values()) == 301 * number)  # noqa: B023
+    peers.stop()
+    assert faults["no room",] > 300
