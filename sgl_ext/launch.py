@@ -27,7 +27,7 @@ from sgl_ext.node.children import make_children
 from sgl_ext.node.control import Control, socket_path
 from sgl_ext.node.engine import Engine
 from sgl_ext.node.engine_calls import EngineCalls
-from sgl_ext.node.keepers import Keepers
+from sgl_ext.node.keepers import HUNG_LOOK_S, HungEngines, Keepers, end_at_once
 from sgl_ext.node.log_dir import locked, rotated
 from sgl_ext.node.progress import start_progress, summary
 from sgl_ext.node.reloads import Reloads, live_settings
@@ -140,20 +140,17 @@ async def serve(
             ("the rotation of logs", rotate, _ROTATE_S),
         ]
         # The launcher has no metrics; its log has the reason of a failure.
+        own = [engine for engine in engines if isinstance(engine, Engine)]
+        calls = EngineCalls(balancer.url, settings.balancer.engine_secret)
+        hung = HungEngines(own, listed, calls, say, end_at_once)
+        works.append(("the end of engines that hang", hung.look, HUNG_LOOK_S))
         tasks = [
             asyncio.create_task(supervise(name, lambda task: None, work, pause_s))
             for name, work, pause_s in works
         ]
         for child in (balancer, *engines):
             keepers.resume(child)
-        replacement = Replacement(
-            settings,
-            [engine for engine in engines if isinstance(engine, Engine)],
-            listed,
-            keepers,
-            EngineCalls(balancer.url, settings.balancer.engine_secret),
-            say,
-        )
+        replacement = Replacement(settings, own, listed, keepers, calls, say)
         control.restarts = Restarts(replacement, _check_engine)
         await stop.wait()
         for task in tasks:

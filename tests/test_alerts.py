@@ -76,6 +76,8 @@ CASES: list[tuple[str, dict[str, str], str, dict[str, str] | None]] = [
     ("SglExtBackgroundFailures", {'f{task="probe"}': "1x30"}, "20m", None),
     ("SglExtEngineDown", {'state{worker="e",state="hung"}': "1x10"}, "6m", {"worker": "e"}),
     ("SglExtEngineDown", {'state{worker="e",state="starting"}': "1x10"}, "6m", None),
+    ("SglExtEngineStalled", {'state{worker="e",state="stalled"}': "1x9"}, "3m", {"worker": "e"}),
+    ("SglExtEngineStalled", {'state{worker="e",state="ready"}': "1x9"}, "3m", None),
     (
         "SglExtEventStreamLost",
         {'subscribed{worker="e"}': "0x9", 'ready{worker="e"}': "1x9"},
@@ -135,6 +137,8 @@ def test_alerts_fire_when_they_should(tmp_path: Path) -> None:
             full = {k: v for k, v in always.items() if k in keys} | expected
             if alert == "SglExtEngineDown":
                 full["state"] = "hung"
+            if alert == "SglExtEngineStalled":
+                full["state"] = "stalled"
             fires = [{"exp_labels": full | alerts[alert]["labels"]}]
         cases.append(
             {

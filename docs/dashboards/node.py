@@ -39,6 +39,7 @@ _STATES = {
     5: ("hung", RED),
     6: ("secret refused", RED),
     7: ("unreachable", RED),
+    8: ("stalled", RED),
 }
 _STATE = " + ".join(
     f'{value} * max by (worker) (sgl_ext_worker_state{{{WORKER},state="{name}"}})'

@@ -1,7 +1,9 @@
-"""What the launcher asks engines and its balancer while it restarts an engine."""
+"""What the launcher asks engines and its balancer about engines: those that it restarts, and those
+that hang."""
 
 from contextlib import suppress
 from http import HTTPStatus
+from typing import Any
 
 import aiohttp
 
@@ -46,10 +48,22 @@ class EngineCalls:
     async def in_flight(self, id: str) -> int | None:
         """How many requests the node's balancer has at the engine; None if it does not say."""
         with suppress(*_FAILURES):
-            async with self._get(f"{self._balancer_url}/health") as answer:
-                rows = (await answer.json())["workers"]
-                return sum(int(row["in_flight"]) for row in rows if row["id"] == id)
+            rows = await self._rows()
+            return sum(int(row["in_flight"]) for row in rows if row["id"] == id)
         return None
+
+    async def hung_s(self) -> dict[str, float]:
+        """How long engines hang, by their ids, as a process of the node's balancer sees it; none if
+        it does not say."""
+        with suppress(*_FAILURES):
+            rows = await self._rows()
+            return {str(row["id"]): float(row["hung_s"]) for row in rows if row["hung_s"]}
+        return {}
+
+    async def _rows(self) -> list[dict[str, Any]]:
+        """The engines as the node's balancer lists them. Raises one of `_FAILURES`."""
+        async with self._get(f"{self._balancer_url}/health") as answer:
+            return list((await answer.json())["workers"])
 
     async def close(self) -> None:
         if self._session is not None:

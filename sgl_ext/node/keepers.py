@@ -1,16 +1,22 @@
-"""The tasks that start a node's processes again when they end; each can pause."""
+"""The tasks that start a node's processes again when they end; each can pause. Engines that hang
+are ended for that."""
 
 import asyncio
 import time
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass
 from functools import partial
+from typing import Protocol
 
+from scheduler.silence import RESTART_S
 from sgl_ext.node.child import Child
+from sgl_ext.node.children import EngineList
 from sgl_ext.node.start.failure import reason_of
 from sgl_ext.supervision import supervise
 
 _RETRY_S = 1.0
 _BACKOFF_S = (1.0, 60.0)
+HUNG_LOOK_S = 5.0
 
 
 class Keepers:
@@ -54,3 +60,40 @@ async def keep_running(child: Child, say: Callable[[str], None]) -> None:
         await asyncio.sleep(backoff)
         backoff = min(backoff * 2, longest)
         await child.start()
+
+
+class Calls(Protocol):
+    """`engine_calls.EngineCalls`."""
+
+    async def hung_s(self) -> dict[str, float]: ...
+
+
+@dataclass(frozen=True, eq=False)
+class HungEngines:
+    """Ends the node's engines that hang. Their processes run, so nothing would start them again:
+    SGLang itself ends a scheduler only after its `--watchdog-timeout`.
+
+    end: ends an engine at once. say: tells the operator.
+    """
+
+    engines: Sequence[Child]
+    listed: EngineList
+    calls: Calls
+    say: Callable[[str], None]
+    end: Callable[[Child], Awaitable[None]]
+
+    async def look(self) -> None:
+        """Ends the engines that have hung for RESTART_S, as the balancer sees them, but for those
+        that restart on order. Call it every HUNG_LOOK_S."""
+        hung_s = await self.calls.hung_s()
+        for engine in self.engines:
+            is_hung = hung_s.get(self.listed.id_of(engine), 0.0) >= RESTART_S
+            is_kept = engine.exit_code is None and engine.name not in self.listed.restarting
+            if is_hung and is_kept:
+                self.say(f"{engine.name} has hung for {RESTART_S:g} s and is ended")
+                await self.end(engine)
+
+
+async def end_at_once(engine: Child) -> None:
+    """Kills an engine's processes: a scheduler that hangs would not end by itself."""
+    await engine.stop(0.0)

@@ -656,7 +656,7 @@ async def test_running_requests_continue_on_an_engine_that_refuses_connections(
 async def test_a_hanging_scheduler_is_detected_and_its_requests_go_elsewhere(
     start: Start, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(silence, "STALL_S", 0.3)
+    monkeypatch.setattr(silence, "HANG_S", 0.3)
     monkeypatch.setattr(worker_probes, "_GENERATE_TIMEOUT", ClientTimeout(total=0.5))
     hangs = asyncio.Event()
 
@@ -678,11 +678,77 @@ async def test_a_hanging_scheduler_is_detected_and_its_requests_go_elsewhere(
     await until(lambda: is_ready(client, stuck))
 
 
+async def test_a_frozen_engine_is_found_though_its_clients_leave_soon(
+    start: Start, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(silence, "STALLED_S", 0.3)
+    monkeypatch.setattr(worker_probes, "_GENERATE_TIMEOUT", ClientTimeout(total=0.5))
+    freezes, arrived = asyncio.Event(), asyncio.Event()
+
+    async def answer(request: web.Request) -> web.StreamResponse:
+        if freezes.is_set():
+            if request.path == CHAT:
+                arrived.set()
+            await asyncio.Event().wait()
+        return web.json_response({"engine": "stuck"})
+
+    stuck, good = telling("stuck", [snapshot()]), telling("good", [snapshot()])
+    stuck.answer = answer
+    client = await start(stuck, good)
+    while await served_by(client, body("Hello")) != "stuck":
+        await client.delete("/sgl_ext/workers", params={"url": good.url})
+    await client.post("/sgl_ext/workers", json={"url": good.url})
+    freezes.set()
+    async with asyncio.timeout(20):
+        while True:
+            arrived.clear()
+            asked = asyncio.create_task(served_by(client, body("Hello", "Hi.", "Go on")))
+            came = asyncio.create_task(arrived.wait())
+            await asyncio.wait({asked, came}, return_when=asyncio.FIRST_COMPLETED)
+            came.cancel()
+            if asked.done():
+                break
+            asked.cancel()  # the client has no more patience
+    assert asked.result() == "good"
+    line = f'sgl_ext_worker_state{{state="STATE",worker="{stuck.url}"}} 1.0'
+    assert await shown(client, line.replace("STATE", "stalled"))
+    freezes.clear()
+    await until(lambda: shown(client, line.replace("STATE", "ready")))
+
+
+async def test_the_last_engine_is_waited_for_while_it_stands_still(
+    start: Start, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(silence, "STALLED_S", 0.3)
+    monkeypatch.setattr(silence, "STEP_FACTOR", 0)
+    goes_on = asyncio.Event()
+
+    async def answer(_: web.Request) -> web.StreamResponse:
+        await goes_on.wait()
+        return web.json_response({"engine": "only"})
+
+    only = telling("only", [snapshot()])
+    only.answer = answer
+    client = await start(only)
+    first = asyncio.create_task(served_by(client, body("Hello")))
+
+    async def stands_still() -> bool:
+        return (await (await client.get("/ready")).text()) == "every engine stands still\n"
+
+    await until(stands_still)
+    second = asyncio.create_task(served_by(client, body("Another")))
+    await until_queued(client, 1)
+    assert [path for path, _, _ in only.seen].count(CHAT) == 1
+    goes_on.set()
+    assert await asyncio.gather(first, second) == ["only", "only"]
+    assert not await stands_still()
+
+
 async def test_followers_on_a_hanging_engine_go_elsewhere(
     start: Start, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Some wait for the prefix that another request computes, and were never sent."""
-    monkeypatch.setattr(silence, "STALL_S", 0.3)
+    monkeypatch.setattr(silence, "HANG_S", 0.3)
     monkeypatch.setattr(worker_probes, "_GENERATE_TIMEOUT", ClientTimeout(total=0.5))
 
     async def hang(_: web.Request) -> web.StreamResponse:

@@ -6,7 +6,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from scheduler.silence import STALL_S, WORKING_FAULTS, Signs, is_waited_for
+from scheduler.silence import (
+    HANG_S,
+    STALLED_S,
+    WORKING_FAULTS,
+    Signs,
+    is_waited_for,
+    stalled_after_s,
+)
 
 LIMIT_S = 600.0
 OLD, NEW = 10 * LIMIT_S, LIMIT_S / 2
@@ -15,14 +22,14 @@ OLD, NEW = 10 * LIMIT_S, LIMIT_S / 2
 @pytest.mark.parametrize(
     ("silent_s", "quiet_s", "age_s", "waits"),
     [
-        (STALL_S - 1, STALL_S - 1, None, True),
-        (STALL_S, STALL_S, None, False),
-        (STALL_S, STALL_S, OLD, False),
-        (LIMIT_S - 1, STALL_S - 1, OLD, True),
-        (LIMIT_S - 1, STALL_S, OLD, False),
+        (HANG_S - 1, HANG_S - 1, None, True),
+        (HANG_S, HANG_S, None, False),
+        (HANG_S, HANG_S, OLD, False),
+        (LIMIT_S - 1, HANG_S - 1, OLD, True),
+        (LIMIT_S - 1, HANG_S, OLD, False),
         (LIMIT_S, 0, OLD, False),
-        (STALL_S, STALL_S, NEW, True),
-        (STALL_S, STALL_S, LIMIT_S, False),
+        (HANG_S, HANG_S, NEW, True),
+        (HANG_S, HANG_S, LIMIT_S, False),
     ],
 )
 def test_an_engine_is_waited_for_that_is_new_or_works(
@@ -40,7 +47,14 @@ def test_few_page_faults_are_no_sign_of_work() -> None:
 def test_no_sign_makes_an_engine_wait_for_ever(
     silent_s: float, quiet_s: float, age_s: float, limit_s: float
 ) -> None:
-    if silent_s >= max(STALL_S, limit_s) and age_s >= limit_s:
+    if silent_s >= max(HANG_S, limit_s) and age_s >= limit_s:
         assert not is_waited_for(silent_s, quiet_s, age_s, limit_s)
-    if silent_s < STALL_S:
+    if silent_s < HANG_S:
         assert is_waited_for(silent_s, min(quiet_s, silent_s), None, limit_s)
+
+
+def test_a_long_step_is_no_stall() -> None:
+    assert stalled_after_s(0, 20_000) == STALLED_S
+    assert stalled_after_s(100_000, 20_000) == STALLED_S + 3 * 5
+    assert stalled_after_s(5_000, 0) == STALLED_S + 3 * 5, "its speed is not known"
+    assert stalled_after_s(10_000_000, 20_000) == HANG_S, "there is an end to it"

@@ -115,8 +115,12 @@ class ControlPool(ConnectionPool):
 
 
 async def health(request: web.Request) -> web.Response:
-    """200 if at least one engine is ready, 503 otherwise and while draining; lists all engines."""
+    """200 if at least one engine is ready, 503 otherwise and while draining; lists all engines.
+
+    hung_s: how long an engine hangs that nobody stopped from outside; 0 if it does not.
+    """
     services = request.app[SERVICES]
+    now_s = services.router.clock()
     document = {
         "status": services.status,
         "workers": [
@@ -125,6 +129,8 @@ async def health(request: web.Request) -> web.Response:
                 "url": w.url,
                 "ready": w.ready,
                 "in_flight": w.in_flight + w.peer_load.in_flight,
+                "state": w.state,
+                "hung_s": 0.0 if w.hung_s is None else now_s - w.hung_s,
             }
             for w in services.workers.all
         ],

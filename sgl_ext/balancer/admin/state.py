@@ -125,7 +125,7 @@ def _note(worker: Worker) -> str:
 
 def _state(worker: Worker, *, is_starting: bool) -> str:
     if worker.ready and not worker.draining:
-        return "ready"
+        return "stalled" if worker.is_stalled else "ready"
     if is_starting:
         return "starting"
     if worker.draining:

@@ -166,8 +166,9 @@ class Delivery(ABC):
 
     def _go_on(self, attempt: Attempt) -> None:
         """The prefix that the attempt follows is computed, or its attempt has ended."""
-        # If the worker hangs, this attempt is abandoned, too.
-        if attempt is self._attempt and not attempt.worker.is_hung:
+        # If the worker hangs or stands still, this attempt is abandoned, too.
+        is_used = not attempt.worker.is_hung and not attempt.worker.is_stalled
+        if attempt is self._attempt and (is_used or not self._services.router.any_available()):
             self._connect()
 
     def _connect(self) -> None:
@@ -187,6 +188,8 @@ class Delivery(ABC):
         self._connecting = None
         self._connection = connection
         self._is_sent = True
+        if self._attempt is not None:
+            self._attempt.sent_s = self._services.router.clock()
         head, body = self._head, self._request.body
         lines = self._pool.begin_of(head) + self._lines
         if self._attempts > 1:

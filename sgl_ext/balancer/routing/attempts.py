@@ -77,7 +77,8 @@ class Attempt(msgspec.Struct, eq=False):
     expected_tokens: the same, with those that it was about to hold.
     uncached_tokens: prompt tokens that the worker still has to compute for it; those that it loads
         count with what loading costs.
-    began_s: when it began. first_byte_s: when its prompt was computed; 0 before that.
+    began_s: when it began. sent_s: when its request was sent; None before that.
+    first_byte_s: when its prompt was computed; 0 before that.
     work_tokens: what the worker had to compute for its first byte; 0 if that shows no speed.
     running_tokens: what the attempt counts with in the worker's `running`. decoder_tokens: the same
         in that of the decoder, which holds no prefix.
@@ -94,6 +95,7 @@ class Attempt(msgspec.Struct, eq=False):
     expected_tokens: int = 0
     uncached_tokens: int = 0
     began_s: float = 0.0
+    sent_s: float | None = None
     first_byte_s: float = 0.0
     work_tokens: int = 0
     running_tokens: int = 0
@@ -209,8 +211,7 @@ class Attempts:
     @staticmethod
     def _enter(attempt: Attempt, worker: Worker, uncached_tokens: int, now_s: float) -> int:
         """Counts an attempt at a worker; returns the tokens that it counts with."""
-        if not worker.in_flight:
-            worker.last_heard_s = now_s
+        worker.begins(now_s)
         worker.in_flight += 1
         worker.attempts.add(attempt)
         routing, capacity = attempt.routing, worker.capacity
@@ -270,6 +271,8 @@ class Attempts:
             now_s, tokens = self._clock(), output_tokens - 1
             took_s = now_s - attempt.first_byte_s
             self.speeds.decoded(attempt.answerer.slot, tokens, took_s, now_s)
+        if attempt.routing.runs:
+            attempt.answerer.heard(self._clock())
         attempt.worker.breaker.succeeded()
         if attempt.decoder is not None:
             attempt.decoder.breaker.succeeded()
@@ -283,6 +286,8 @@ class Attempts:
         disconnected."""
         if by_worker:
             attempt.answerer.breaker.failed(self._clock(), answered=answered)
+        if attempt.routing.runs and attempt.sent_s is not None and not answered:
+            attempt.answerer.left(attempt.uncached_tokens)
         if attempt.in_flight_prefix is not None:
             self._prefixes.in_flight.drop(attempt.in_flight_prefix)
         self._end(attempt)

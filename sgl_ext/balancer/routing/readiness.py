@@ -52,6 +52,8 @@ class Readiness:
             return "no engine is ready"
         if not can_answer(self.workers.ready):
             return "no prefill or no decode engine is ready"
+        if all(worker.is_stalled for worker in self.workers.ready):
+            return "every engine stands still"
         if not self.is_warm:
             missing, ready = len(self.snapshots.incomplete()), len(self.workers.ready)
             return f"warming: {missing} of {ready} engines have not sent what they hold"

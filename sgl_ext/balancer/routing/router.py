@@ -245,7 +245,7 @@ class Router:
     def may_wait(self, only: frozenset[str] | None = None) -> bool:
         """Whether a request that finds no worker now can wait for one. only: as above."""
         workers = allowed(self.workers.all, only)
-        return can_answer(w for w in workers if w.is_available or w.is_expected)
+        return can_answer(w for w in workers if w.is_available or w.is_expected or w.is_stalled)
 
     def load_reported(self, worker: Worker) -> None:
         """An engine has reported its load."""

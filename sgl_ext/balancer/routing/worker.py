@@ -12,6 +12,7 @@ from scheduler.placing.placement import LOAD_SHARE, RECENT_S, SHARED_SHARE
 from scheduler.placing.speeds import EVEN
 from scheduler.programs.admission import pool_tokens
 from scheduler.programs.pace import PrefillPace
+from scheduler.silence import stalled_after_s
 from sgl_ext.membership.member import Member
 from sgl_ext.pin_mirror import PinMirror
 
@@ -23,6 +24,7 @@ STATES = (
     "draining",
     "breaker open",
     "hung",
+    "stalled",
     "secret refused",
     "starting",
     "unreachable",
@@ -75,9 +77,13 @@ class Worker:
     weights: what its work costs, as learned from requests.
     recent_prefill: tokens that it was given to prefill in the last seconds.
     publishes: whether it says that it publishes the prefixes that it holds.
-    last_heard_s: when its scheduler last sent an event, or got its first work after being idle.
+    last_heard_s: when its scheduler last showed life, or got its first work after being idle.
+    is_owing: a request left it without an answer, and it has shown no life since.
+    left_tokens: the most that it had to compute for one of those.
     refuses_secret: its engine secret is another than this balancer's; it gets no requests.
+    is_stalled: it has work and shows no life for a while; it gets no requests until it does.
     is_hung: it accepts connections, but does nothing; it gets no requests.
+    hung_s: since when it hangs, if it was not stopped from outside; None otherwise.
     is_busy: it has work and sends no event for long, and has just started, or shows that it works.
     worked_s: when it last showed that.
     is_reachable: whether it answered the last probe, in whatever way.
@@ -127,7 +133,9 @@ class Worker:
         self.pinned_tokens = 0
         self.publishes = False
         self.refuses_secret = False
+        self.is_stalled = False
         self.is_hung = False
+        self.hung_s: float | None = None
         self.is_busy = False
         self.worked_s = 0.0
         self.silent_probes = 0
@@ -135,6 +143,8 @@ class Worker:
         self.settings_number: int | None = None
         self.settings_fault = ""
         self.last_heard_s = 0.0
+        self.is_owing = False
+        self.left_tokens = 0
         self.recovered_s: float | None = None
         self._correction = _NO_CORRECTION
 
@@ -146,7 +156,7 @@ class Worker:
     @property
     def is_available(self) -> bool:
         """Whether it may be sent a request, if it has capacity."""
-        is_up = self.ready and not self.draining and not self.is_hung
+        is_up = self.ready and not self.draining and not self.is_hung and not self.is_stalled
         return is_up and self.breaker.state is not State.OPEN
 
     @property
@@ -160,6 +170,8 @@ class Worker:
             return "secret refused"
         if not self.ready:
             return "starting" if self.is_reachable else "unreachable"
+        if self.is_stalled:
+            return "stalled"
         return "ready" if self.breaker.takes_requests else "breaker open"
 
     @property
@@ -167,7 +179,9 @@ class Worker:
         """Why it cannot be used, if that is not simply that it does not answer."""
         if self.refuses_secret:
             return "it refuses the engine-secret of this balancer"
-        return "it hangs" if self.is_hung else ""
+        if self.is_hung:
+            return "it hangs"
+        return "its scheduler stands still" if self.is_stalled else ""
 
     @property
     def load(self) -> Load:
@@ -186,10 +200,34 @@ class Worker:
             return ""
         return "publishes no prefixes: it is routed to by what this balancer sent there"
 
+    def heard(self, now_s: float) -> None:
+        """Its scheduler has shown life."""
+        self.last_heard_s = now_s
+        self.is_owing = self.is_stalled = False
+        self.left_tokens = 0
+
+    def begins(self, now_s: float) -> None:
+        """It gets a request. If it had nothing to do, its silence begins now."""
+        if not self.in_flight and not self.is_owing:
+            self.last_heard_s = now_s
+
+    def left(self, uncached_tokens: int) -> None:
+        """A request that its scheduler runs has left without an answer. What it began there may go
+        on, so it still has to show life."""
+        self.is_owing = True
+        self.left_tokens = max(self.left_tokens, uncached_tokens)
+
     def silent_s(self, now_s: float) -> float:
-        """How long it has had work and sent no event; 0 if it has none or sends none."""
+        """How long it has had work and shown no life; 0 if it has none or sends no events."""
         sends_events = self.publishes or bool(self.report)
-        return now_s - self.last_heard_s if sends_events and self.in_flight > 0 else 0.0
+        has_work = self.in_flight > 0 or self.is_owing
+        return now_s - self.last_heard_s if sends_events and has_work else 0.0
+
+    @property
+    def stalled_after_s(self) -> float:
+        """After how much silence it is stalled, with the requests that it has."""
+        most = max((attempt.uncached_tokens for attempt in self.attempts), default=0)
+        return stalled_after_s(max(most, self.left_tokens), self.pace.tokens_per_s)
 
     def warmth(self, now_s: float) -> float:
         """Rises from 0 to 1 over the first seconds after it came back; 1 otherwise."""

@@ -5,7 +5,7 @@ import logging
 import os
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from http import HTTPStatus
 from types import MappingProxyType
@@ -14,9 +14,9 @@ from typing import Any
 import aiohttp
 import msgspec
 
-from scheduler.silence import LOOK_S, STALL_S, Signs, is_waited_for
+from scheduler.silence import HANG_S, LOOK_S, Signs, is_waited_for
 from sgl_ext.balancer.routing.worker import Worker
-from sgl_ext.balancer.routing.workers import Workers
+from sgl_ext.balancer.routing.workers import Workers, can_answer
 from sgl_ext.requests.session import RANK_HEADER, RANKS_HEADER, ROLE_HEADER
 from sgl_ext.settings.reloading import SETTINGS_HEADER
 from sgl_ext.supervision import Failed, supervise
@@ -28,6 +28,8 @@ _PROBE_TIMEOUT = aiohttp.ClientTimeout(total=10)
 SILENT_PROBES = 3
 _TOKEN = {"input_ids": [1], "sampling_params": {"max_new_tokens": 1}}
 WORK_PATH = "/sgl_ext/work"
+# A request that was sent so long after an engine's last sign of life is not what it does.
+SENT_LATE_S = 1.0
 _GENERATE_TIMEOUT = aiohttp.ClientTimeout(total=30)
 
 
@@ -45,6 +47,7 @@ class WorkerProbes:
     interval_s: float = 1.0
     compile_timeout_s: float = 600.0
     clock: Callable[[], float] = time.monotonic
+    _stalled: set[Worker] = field(default_factory=set, init=False)
 
     async def run(self) -> None:
         """Probes until cancelled."""
@@ -53,6 +56,7 @@ class WorkerProbes:
             while True:
                 for worker in probing.keys() - self.workers.all:
                     probing.pop(worker).cancel()
+                    self._stalled.discard(worker)
                 for worker in self.workers.all:
                     if worker not in probing:
                         probe = partial(self.probe, worker)
@@ -68,9 +72,7 @@ class WorkerProbes:
         """Asks a worker if it is ready. A worker that is silent without a sign of work, or whose
         requests keep failing, must also generate a token."""
         if worker.is_hung or not await self._is_waited_for(worker):
-            generates = await self._generates(worker)
-            worker.last_heard_s = self.clock()
-            self._set_hung(worker, not generates)
+            self._set_hung(worker, not await self._shows_life(worker))
         elif worker.ready and worker.breaker.wants_trial(self.clock()):
             await self._try_breaker(worker)
         if worker.is_hung:
@@ -93,7 +95,9 @@ class WorkerProbes:
         if status is not None:
             self.workers.note_secret(worker, refused=status == HTTPStatus.UNAUTHORIZED)
         # It says itself that it has been stopped, or it says nothing.
-        if status == HTTPStatus.GATEWAY_TIMEOUT or worker.silent_probes >= SILENT_PROBES:
+        if status == HTTPStatus.GATEWAY_TIMEOUT:
+            self._set_hung(worker, True, is_stopped=True)
+        elif worker.silent_probes >= SILENT_PROBES:
             self._set_hung(worker, True)
 
     async def _is_waited_for(self, worker: Worker) -> bool:
@@ -106,12 +110,41 @@ class WorkerProbes:
         quiet_s = min(silent_s, self.clock() - worker.worked_s)
         age_s = None if signs is None else signs.age_s
         is_patient = is_waited_for(silent_s, quiet_s, age_s, self.compile_timeout_s)
-        is_busy = is_patient and silent_s >= STALL_S
+        await self._note_stall(worker)
+        is_busy = is_patient and silent_s >= HANG_S
         if is_busy and not worker.is_busy:
             why = f"engine silent for {silent_s:.0f} s: it has just started, or compiles"
             log.warning(why, extra={"engine": worker.id})
         worker.is_busy = is_busy
         return is_patient
+
+    async def _note_stall(self, worker: Worker) -> None:
+        """Notes whether a worker is stalled. Its requests stay, but for those that came too late
+        to be what it does, if another worker can take them."""
+        now_s = self.clock()
+        quiet_s = min(worker.silent_s(now_s), now_s - worker.worked_s)
+        worker.is_stalled = worker.ready and quiet_s >= worker.stalled_after_s
+        if worker.is_stalled is not (worker in self._stalled):
+            state = "stands still" if worker.is_stalled else "works again"
+            log.warning("engine %s", state, extra={"engine": worker.id})
+        if not worker.is_stalled:
+            self._stalled.discard(worker)
+            return
+        self._stalled.add(worker)
+        if can_answer(each for each in self.workers.all if each.is_available):
+            for attempt in tuple(worker.attempts):
+                if attempt.sent_s is None or attempt.sent_s > worker.last_heard_s + SENT_LATE_S:
+                    attempt.abandon("the engine stands still")
+        # Its client may have left before its scheduler saw the request.
+        if not worker.in_flight:
+            await self._shows_life(worker)
+
+    async def _shows_life(self, worker: Worker) -> bool:
+        """Whether a worker generates a token."""
+        generates = await self._generates(worker)
+        if generates:
+            worker.heard(self.clock())
+        return generates
 
     async def _try_breaker(self, worker: Worker) -> None:
         took_requests = worker.breaker.takes_requests
@@ -123,12 +156,17 @@ class WorkerProbes:
             state = "gets no requests, it keeps failing" if took_requests else "works again"
             log.warning("engine %s", state, extra={"engine": worker.id})
 
-    def _set_hung(self, worker: Worker, is_hung: bool) -> None:
+    def _set_hung(self, worker: Worker, is_hung: bool, *, is_stopped: bool = False) -> None:
+        """is_stopped: a process of it was stopped from outside."""
         if is_hung is not worker.is_hung:
             state = "hangs" if is_hung else "works again"
             log.warning("engine %s", state, extra={"engine": worker.id})
         worker.is_hung = is_hung
         worker.silent_probes = 0
+        if not is_hung or is_stopped:
+            worker.hung_s = None
+        elif worker.hung_s is None:
+            worker.hung_s = self.clock()
         if is_hung:
             self.workers.mark(worker, ready=False, cause="it hangs")
             # Those that a failed abandonment left are abandoned after the next probe.

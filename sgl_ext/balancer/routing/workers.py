@@ -239,6 +239,7 @@ class Workers(Collector):
             # A worker that was there from the start has a warm cache; one that comes later has not.
             worker.recovered_s = self._clock() if worker.recovered_s is not None else None
             worker.breaker.succeeded()
+            worker.heard(self._clock())
         elif worker.ready and not ready:
             self._metrics.worker_outages.inc()
             log.warning("engine unreachable", extra={**_named(worker), "cause": cause})
@@ -247,6 +248,7 @@ class Workers(Collector):
         elif not ready and cause and not worker.cause:
             log.info("engine not ready yet", extra={**_named(worker), "cause": cause})
         worker.ready, worker.cause = ready, cause or worker.cause
+        worker.is_stalled = worker.is_stalled and ready
         worker.was_ready = worker.was_ready or ready
 
     def note_secret(self, worker: Worker, *, refused: bool) -> None:

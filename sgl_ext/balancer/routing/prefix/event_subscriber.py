@@ -168,7 +168,7 @@ class EventSubscribers:
         if event.publishes is not None:
             worker.publishes = PREFIXES in event.publishes
         if not event.alive:
-            worker.last_heard_s = now_s
+            worker.heard(now_s)
             self._router.attempts.confirm(worker)
         self._metrics.prefix_events.counts[(worker.id,)] += 1
         for fault, count in ((Fault.ORPHAN, reader.orphans), (Fault.REPEATED, reader.repeated)):

@@ -1,0 +1,48 @@
+"""Engines that hang are ended, so that they are started again."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from scheduler.silence import RESTART_S
+from sgl_ext.node.children import EngineList
+from sgl_ext.node.keepers import HungEngines
+from tests.node.test_restarts import FakeEngine, FakeNode
+
+
+class Calls:
+    """What the balancer says of hung engines."""
+
+    def __init__(self) -> None:
+        self.hung: dict[str, float] = {}
+
+    async def hung_s(self) -> dict[str, float]:
+        return self.hung
+
+
+async def test_an_engine_that_hangs_is_ended_after_a_while() -> None:
+    node, calls, ended = FakeNode(3), Calls(), list[str]()
+    engines: list[Any] = node.engines
+    listed = EngineList(Path(), engines, "box:30000")
+
+    async def end(engine: Any) -> None:
+        ended.append(engine.name)
+        engine.exit_code = -9
+
+    hung = HungEngines(engines, listed, calls, node.said.append, end)
+    ids = [listed.id_of(engine) for engine in engines]
+    calls.hung = {ids[0]: RESTART_S - 1, ids[1]: RESTART_S}
+    await hung.look()
+    assert ended == ["engine-1"]
+    assert node.said == ["engine-1 has hung for 60 s and is ended"]
+    await hung.look()
+    assert ended == ["engine-1"], "it has ended already"
+    again: FakeEngine = engines[1]
+    await again.start()
+    await hung.look()
+    assert ended == ["engine-1"], "it was another start that hung"
+    calls.hung = {ids[0]: RESTART_S, ids[2]: RESTART_S}
+    listed.restarting.add("engine-0")
+    await hung.look()
+    assert ended == ["engine-1", "engine-2"], "what restarts on order is left to that"
