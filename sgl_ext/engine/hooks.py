@@ -20,6 +20,7 @@ from sgl_ext.engine.core import request_names, shared_prefixes
 from sgl_ext.engine.host_cache import chat_templates
 from sgl_ext.engine.http import (
     cache_hooks,
+    field_ranges,
     generation_hook,
     pin_placement,
     rendering,
@@ -38,6 +39,7 @@ from sgl_ext.engine.scheduler import (
     preemption,
     priority,
     rendezvous,
+    sampling,
 )
 from sgl_ext.engine.tiers import retirement
 
@@ -63,12 +65,26 @@ def _nested(outer: Callable[..., Any], inner: Callable[..., Any]) -> Callable[..
     return hook
 
 
+def _followed(around: Callable[..., Any], after: Callable[..., Any]) -> Callable[..., Any]:
+    """A hook around a symbol, and one after it that changes what it returns, as one."""
+
+    def hook(original: Callable[..., Any], *args: Any, **kw: Any) -> Any:
+        made = around(original, *args, **kw)
+        after(made, *args, **kw)
+        return made
+
+    return hook
+
+
 _MANAGERS = "sglang.srt.managers"
 _SCHEDULER = f"{_MANAGERS}.scheduler.Scheduler"
 _POLICY = f"{_MANAGERS}.schedule_policy"
+_SAMPLING = "sglang.srt.sampling.sampling_batch_info.SamplingBatchInfo"
 _STREAMER = f"{_MANAGERS}.scheduler_components.output_streamer.SchedulerOutputStreamer"
 _UPDATER = f"{_MANAGERS}.scheduler_components.weight_updater.SchedulerWeightUpdaterManager"
 _TOKENIZER = f"{_MANAGERS}.tokenizer_manager.TokenizerManager"
+_GENERATION = f"{_MANAGERS}.io_struct.GenerateReqInput"
+_EMBEDDING = f"{_MANAGERS}.io_struct.EmbeddingReqInput"
 _ENTRY = "sglang.srt.entrypoints"
 _ANTHROPIC = f"{_ENTRY}.anthropic.serving"
 _MESSAGES = f"{_ANTHROPIC}.AnthropicServing"
@@ -99,11 +115,18 @@ _MAIN_HOOKS: dict[str, Hook] = {
     # Requests
     f"{_ENTRY}.http_server.ORJSONRequest.json": ("AROUND", request_hook.read_body),
     f"{_TOKENIZER}.generate_request": ("BEFORE", generation_hook.send_hints),
-    f"{_MANAGERS}.io_struct.GenerateReqInput.regenerate_rid": ("AROUND", request_names.keep_id),
+    f"{_GENERATION}.regenerate_rid": ("AROUND", request_names.keep_id),
+    f"{_GENERATION}.normalize_batch_and_arguments": ("BEFORE", field_ranges.check_batch),
+    f"{_EMBEDDING}.normalize_batch_and_arguments": ("BEFORE", field_ranges.check_batch),
+    f"{_TOKENIZER}._validate_one_request": ("BEFORE", field_ranges.check_prompt),
+    f"{_TOKENIZER}._create_tokenized_object": ("AROUND", field_ranges.check_sent),
     f"{_CHAT}._convert_to_internal_request": ("AROUND", pin_placement.place_pins),
     f"{_CHAT}._apply_jinja_template": (
         "AROUND",
-        _nested(tool_choice.keep_tools, rendering.leave_deferred_out),
+        _nested(
+            field_ranges.check_variables,
+            _nested(tool_choice.keep_tools, rendering.leave_deferred_out),
+        ),
     ),
     f"{_CHAT}._render_and_encode_chat_template": (
         "AROUND",
@@ -167,6 +190,7 @@ _SCHEDULER_HOOKS: dict[str, Hook] = {
     f"{_SCHEDULER}.publish_load_snapshot": ("AROUND", first_token.publish_load_later),
     f"{_STREAMER}.stream_output": ("AFTER", first_token.after_output),
     f"{_SCHEDULER}._should_defer_prefill": ("AROUND", priority.defer_vain_try),
+    f"{_SAMPLING}._apply_post_grammar_logits_transforms": ("AFTER", sampling.allow_some_token),
     f"{_SCHEDULER}.can_schedule_lora_req": ("AROUND", adapters.count_admitted),
     f"{_UPDATER}.flush_cache_after_weight_update": ("BEFORE", retirement.retire),
     f"{_POLICY}.SchedulePolicy.calc_priority": ("AROUND", priority.order_queue),
@@ -179,7 +203,12 @@ _SCHEDULER_HOOKS: dict[str, Hook] = {
 HOOKS = {Role.MAIN: _MAIN_HOOKS, Role.SCHEDULER: _SCHEDULER_HOOKS}
 
 SHARING_HOOKS: dict[Role, dict[str, Hook]] = {
-    Role.MAIN: {f"{_TOKENIZER}._create_tokenized_object": ("AFTER", shared_prefixes.share)},
+    Role.MAIN: {
+        f"{_TOKENIZER}._create_tokenized_object": (
+            "AROUND",
+            _followed(field_ranges.check_sent, shared_prefixes.share),
+        )
+    },
     Role.SCHEDULER: {
         "sglang.srt.mem_cache.radix_cache.RadixKey.__init__": ("AROUND", shared_prefixes.make_key)
     },

@@ -6,6 +6,7 @@ version.
 """
 
 import gc
+import sys
 from importlib.metadata import version
 
 from sgl_ext.engine import sglang_api, sglang_check, sglang_http_types, sglang_types
@@ -48,7 +49,9 @@ def _activate() -> None:
         open_folder()
     if role is Role.SCHEDULER:
         from sgl_ext.engine.scheduler.radix_cache import make_cache
+        from sgl_ext.engine.scheduler.sampling import use_linear_regex
 
+        use_linear_regex(sglang_api.Req, sys.modules[sglang_api.Req.__module__])
         sglang_api.register_radix_cache_backend(CACHE_BACKEND, make_cache)
     hooks = HOOKS.get(role, {})
     if EngineSettings.from_environment().shared_prefixes:

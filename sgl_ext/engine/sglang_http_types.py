@@ -22,6 +22,8 @@ class ModelConfig(Protocol):
     full_attention_layer_ids: list[int] | None
     is_multimodal: bool
     context_len: int
+    vocab_size: int
+    hidden_size: int
 
 
 @stands_for("sglang.srt.utils.request_logger:RequestLogger")

@@ -130,6 +130,11 @@ class SamplingParams(Protocol):
     max_new_tokens: int
 
 
+@stands_for("sglang.srt.sampling.sampling_batch_info:SamplingBatchInfo")
+class SamplingBatchInfo(Protocol):
+    grammars: list[Any] | None
+
+
 @stands_for(f"{_MANAGERS}.schedule_batch:Req")
 class Req(Protocol):
     rid: str

@@ -58,6 +58,7 @@ class RequestContext:
     finish_reason, matched_stop: how SGLang says that the answer ended.
     usage: what the start of a stream counted. thinking: the hash of the block that is being sent.
     failed_status, fault: the HTTP status and the text of its error, if SGLang answers others.
+    wrong_field: the client's name of a field that is out of its range.
     call_end: finds the end of the call that is being sent.
     withdrawn_tools: the names of tools that the conversation has removed.
     cached_messages: what the message cache found for the body, until SGLang converts it.
@@ -100,6 +101,7 @@ class RequestContext:
     thinking: Any = None
     failed_status: int | None = None
     fault: str = ""
+    wrong_field: str | None = None
     call_end: Any = None
     withdrawn_tools: frozenset[str] = frozenset()
     cached_messages: tuple[Any, ...] = ()

@@ -107,7 +107,7 @@ class _Answer:
             self.is_begun = True
             kind = Headers(raw=message.get("headers", ())).get("content-type", "")
             self._is_stream = "event-stream" in kind
-            waits = self._is_stream and self._shape is not None
+            waits = self._is_stream and (self._shape is not None or self._path in GENERATE.paths)
             if waits or message["status"] >= 400:
                 self._start = message
                 return
@@ -140,7 +140,7 @@ class _Answer:
         """Takes a part of the body while the head waits."""
         start, data, more = self._start, message.get("body", b""), message.get("more_body", False)
         status = start["status"]
-        if status < 400 and data.startswith(_ERROR_EVENTS):
+        if status < 400 and data.startswith(_ERROR_EVENTS) and self._is_answered():
             error = self._by_context(_error_in(data))
             # Codex compacts a conversation that is too long if an event says so, and on no status.
             if error.code != TOO_LONG or not data.startswith(_FAILED):
@@ -160,6 +160,12 @@ class _Answer:
             await self._send(start)
             await self._send({**message, "body": body})
 
+    def _is_answered(self) -> bool:
+        """Whether an error in a stream's first event is answered in place of the stream. SGLang's
+        own streams keep their errors, but for a field that is out of its range."""
+        context = context_in(self._scope)
+        return self._shape is not None or (context is not None and bool(context.wrong_field))
+
     def _says_nothing(self, event: bytes) -> bool:
         """Whether a stream can still fail without content: this event has none, or it is what
         SGLang sends of a request that the scheduler has aborted."""
@@ -174,6 +180,8 @@ class _Answer:
             return error
         if context.path in RESPONSES.paths:
             error = faults.corrected(error, context)
+        if context.wrong_field is not None and error.param is None:
+            error = error._replace(param=context.wrong_field)
         return error_shape.with_field(error, context.protocol, context.body)
 
     def _reshaped(self, data: bytes) -> bytes:

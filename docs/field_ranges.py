@@ -1,0 +1,40 @@
+"""Writes the tables of docs/field-ranges.md from the code: `python -m docs.field_ranges`."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from pathlib import Path
+
+from sgl_ext.engine.fields.checks import Check
+from sgl_ext.engine.fields.ranges import EMBEDDING, GENERATION, SAMPLING
+
+PAGE = Path(__file__).with_name("field-ranges.md")
+_BEGIN, _END = "<!-- Made by `python -m docs.field_ranges`: {} -->", "<!-- The end of that. -->"
+
+
+def page(text: str) -> str:
+    """The page with its tables replaced by what the code says now."""
+    only = {name: check for name, check in EMBEDDING.items() if name not in GENERATION}
+    tables = {"sampling": SAMPLING, "generation": GENERATION, "embedding": only}
+    for name, table in tables.items():
+        begin = _BEGIN.format(name)
+        made = f"{begin}\n\n{_table(table)}\n{_END}"
+        pattern = rf"{re.escape(begin)}.*?{re.escape(_END)}"
+        text, found = re.subn(pattern, lambda _, made=made: made, text, flags=re.DOTALL)
+        if not found:
+            raise ValueError(f"{PAGE} has no place for the table of {name}")
+    return text
+
+
+def _table(table: Mapping[str, Check]) -> str:
+    """Fields of the same range are in one row."""
+    rows: dict[str, list[str]] = {}
+    for name, check in table.items():
+        rows.setdefault(str(check), []).append(f"`{name}`")
+    lines = [f"| {', '.join(names)} | {text} |" for text, names in rows.items()]
+    return "\n".join(["| field | range |", "|---|---|", *lines, ""])
+
+
+if __name__ == "__main__":
+    PAGE.write_text(page(PAGE.read_text()))

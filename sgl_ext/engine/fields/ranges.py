@@ -1,0 +1,342 @@
+"""Every field of SGLang's requests and sampling parameters, and what it may be.
+
+Clients reach a scheduler through many paths and protocols. SGLang makes one `GenerateReqInput` or
+`EmbeddingReqInput` of all of them, with a dictionary of `SamplingParams`. So the three tables here
+hold for each path, and a test fails if SGLang has a field that they lack. The client's name of a
+field is in `sgl_ext.engine.fields.names`.
+
+What is out of range in a scheduler ends it: an index beyond a tensor, a number beyond 32 bits, a
+probability that is not a number. What is in range and large freezes it. So products have bounds,
+too: log probabilities of tokens, and prompts in one request.
+"""
+
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+from sgl_ext.engine.fields.checks import (
+    INT32,
+    INT64,
+    Biases,
+    Check,
+    Elsewhere,
+    Embeddings,
+    Fields,
+    Flag,
+    Ids,
+    Internal,
+    Model,
+    Notes,
+    Number,
+    OneOf,
+    Text,
+    Texts,
+    Whole,
+    WholeTo,
+)
+from sgl_ext.engine.fields.grammars import MAX_EBNF, MAX_PATTERN, Grammar, Schema
+from sgl_ext.engine.fields.patterns import Patterns
+
+MAX_SAMPLES = 128
+MAX_PARTS = 128
+"""Prompts of one request, times its samples."""
+MAX_TOP = 1_000
+"""Log probabilities of one position, and token ids that are asked for."""
+FREE_TOP = 20
+"""Of each token of an answer, however long: what the vendors' own APIs allow."""
+MAX_PROMPT_LOGPROBS = 500_000
+MAX_ANSWER_LOGPROBS = 2_000_000
+_PARAMS = "sampling_params"
+_NAME = Text(1_024)
+_KEY = Text(65_536)
+_LEAST_PENALTY = 1e-6
+"""A division by much less leaves the range of 32 bits."""
+_MEDIA = Elsewhere("only models that take media read it")
+_NO_SCHEDULER = Elsewhere("no scheduler reads it")
+_OF_BATCH = Elsewhere("checked with the prompt's tokens")
+_BY_NORMALIZE = "`normalize`"
+_NORMALIZED = Internal(_BY_NORMALIZE)
+_SCORING = Internal("`/v1/score`")
+_ENCODERS = Internal("the engine of a split encoder")
+
+SAMPLING: Mapping[str, Check] = {
+    "max_new_tokens": Whole(0, INT64),
+    "min_new_tokens": Whole(0, INT64),
+    "stop": Texts(32, 1_024, 4_096),
+    "stop_token_ids": Ids(1_000),
+    "stop_regex": Patterns(),
+    "temperature": Number(0, 1_000),
+    "top_p": Number(1e-30, 1),
+    "top_k": OneOf(-1, Whole(1, 1 << 30)),
+    "min_p": Number(0, 1),
+    "frequency_penalty": Number(-2, 2),
+    "presence_penalty": Number(-2, 2),
+    "repetition_penalty": Number(_LEAST_PENALTY, 2),
+    "n": Whole(1, MAX_SAMPLES),
+    "beam_width": Whole(1, MAX_SAMPLES),
+    "json_schema": Schema(),
+    "regex": Grammar(MAX_PATTERN),
+    "ebnf": Grammar(MAX_EBNF),
+    "structural_tag": Schema(),
+    "ignore_eos": Flag(),
+    "skip_special_tokens": Flag(),
+    "spaces_between_special_tokens": Flag(),
+    "no_stop_trim": Flag(),
+    "stream_interval": Whole(1, INT32),
+    "logit_bias": Biases(10_000, Number(-1e6, 1e6)),
+    "sampling_seed": Whole(-INT64 - 1, INT64),
+    "custom_params": Notes(64, 65_536, {"thinking_budget": Whole(0, INT32)}),
+    "watermark": Elsewhere("SGLang checks it whole"),
+    "stop_strs": _NORMALIZED,
+    "stop_regex_strs": _NORMALIZED,
+    "stop_str_max_len": Internal(_BY_NORMALIZE, 0),
+    "stop_regex_max_len": Internal(_BY_NORMALIZE, 0),
+    "is_normalized": Internal(_BY_NORMALIZE, False),
+    "ebnf_full_assistant": Internal("the chat template", False),
+}
+"""The fields of `SamplingParams`."""
+
+_BOTH: Mapping[str, Check] = {
+    "rid": _NAME,
+    "text": Elsewhere("tokenized"),
+    "input_ids": Elsewhere("token ids of the vocabulary"),
+    "input_embeds": Embeddings(),
+    "image_data": _MEDIA,
+    "video_data": _MEDIA,
+    "audio_data": _MEDIA,
+    "modalities": _MEDIA,
+    "sampling_params": Elsewhere("the table of sampling parameters"),
+    "log_metrics": Flag(),
+    "lora_path": Text(4_096),
+    "lora_id": Internal("the table of adapters"),
+    "positional_embed_overrides": _SCORING,
+    "routing_key": _NAME,
+    "http_worker_ipc": Internal("the HTTP process"),
+    "background": Flag(),
+    "priority": Whole(-INT64 - 1, INT64),
+    "return_prompt_token_ids": Flag(),
+    "external_trace_header": _NO_SCHEDULER,
+    "received_time": Number(0, 1e12),
+    "multi_item_delimiter_indices": _SCORING,
+    "token_indices_to_pool": _SCORING,
+}
+GENERATION: Mapping[str, Check] = {
+    **_BOTH,
+    "session_id": _NAME,
+    "mm_hashes": _MEDIA,
+    "mm_content_hashes": _MEDIA,
+    "use_audio_in_video": Flag(),
+    "video_config": _MEDIA,
+    "watermark": Elsewhere("SGLang checks it whole"),
+    "return_logprob": Flag(),
+    "logprob_start_len": WholeTo(-1, "prompt_tokens"),
+    "top_logprobs_num": WholeTo(0, "vocab_size", MAX_TOP),
+    "token_ids_logprob": Ids(MAX_TOP),
+    "return_sampling_mask": Flag(),
+    "sampling_logprobs_mode": _NAME,
+    "return_text_in_logprobs": Flag(),
+    "return_flat_raw_top_logprobs": Flag(),
+    "return_flat_raw_output_top_logprobs": Flag(),
+    "return_flat_raw_top_logprobs_b64": Flag(),
+    "stream": Flag(),
+    "return_hidden_states": Elsewhere("SGLang checks it against the engine's own mode"),
+    "return_routed_experts": Flag(),
+    "routed_experts_start_len": WholeTo(0, "prompt_tokens"),
+    "return_indexer_topk": Flag(),
+    "session_params": Fields(
+        {
+            "id": _NAME,
+            "rid": _NAME,
+            "offset": Whole(-1, INT32),
+            "replace": Flag(),
+            "drop_previous_output": Flag(),
+        }
+    ),
+    "custom_logit_processor": Text(1 << 20),
+    "bootstrap_host": Text(255),
+    "bootstrap_port": Whole(1, 65_535),
+    "bootstrap_room": Whole(0, INT64),
+    "bootstrap_pair_key": _NAME,
+    "decode_tp_size": Whole(1, 65_535),
+    "routed_dp_rank": Whole(0, 65_535),
+    "data_parallel_rank": Whole(0, 65_535),
+    "disagg_prefill_dp_rank": Whole(0, 65_535),
+    "conversation_id": _NAME,
+    "require_reasoning": Flag(),
+    "max_thinking_tokens": Whole(0, INT32),
+    "extra_key": _KEY,
+    "no_logs": Flag(),
+    "custom_labels": Notes(64, 4_096, {}),
+    "return_bytes": Flag(),
+    "return_entropy": Flag(),
+    "need_wait_for_mm_inputs": _ENCODERS,
+    "num_items_assigned": _ENCODERS,
+    "encoder_urls": _ENCODERS,
+    "max_dynamic_patch": Whole(1, 1_024),
+    "min_dynamic_patch": Whole(1, 1_024),
+    "image_max_dynamic_patch": Whole(1, 1_024),
+    "video_max_dynamic_patch": Whole(1, 1_024),
+    "images_config": _MEDIA,
+    "mm_processor_kwargs": _MEDIA,
+    "cache_salt": _KEY,
+    "kv_hints": Elsewhere("[cache marks](pins.md)"),
+}
+"""The fields of `GenerateReqInput`."""
+EMBEDDING: Mapping[str, Check] = {
+    **_BOTH,
+    "embed_override_token_id": WholeTo(0, "vocab_size", less=1),
+    "embed_overrides": Elsewhere("`/v1/embeddings` checks it"),
+    "is_cross_encoder_request": Flag(),
+    "dimensions": Whole(1, INT32),
+    "return_pooled_hidden_states": Flag(),
+    "decision_layout": Internal("`/v1/systemone`"),
+}
+"""The fields of `EmbeddingReqInput`."""
+
+
+class WrongField(NamedTuple):
+    """A field that is out of its range. message: what it must be."""
+
+    field: str
+    message: str
+
+
+def wrong_sampling(params: Mapping[str, Any], model: Model) -> WrongField | None:
+    """The first wrong field of one prompt's sampling parameters."""
+    for name, value in params.items():
+        check = SAMPLING.get(name)
+        if check is None:
+            return WrongField(str(name)[:64], "is no sampling parameter")
+        if value is not None and (found := check.wrong(value, model)) is not None:
+            return WrongField(name, found)
+    least, most = params.get("min_new_tokens") or 0, params.get("max_new_tokens")
+    if most is not None and least > most:
+        return WrongField("min_new_tokens", f"must be at most max_new_tokens, {most}; got {least}")
+    return None
+
+
+def wrong_fields(
+    fields: Mapping[str, Any], table: Mapping[str, Check], model: Model
+) -> WrongField | None:
+    """The first wrong field of one prompt's request. Internal ones are set by now."""
+    for name, check in table.items():
+        value = fields.get(name)
+        if value is None or isinstance(check, Internal):
+            continue
+        if (found := check.wrong(value, model)) is not None:
+            return WrongField(name, found)
+    return None
+
+
+def wrong_internal(fields: Mapping[str, Any], table: Mapping[str, Check]) -> WrongField | None:
+    """The first field that a client has set in place of the engine."""
+    for name, check in table.items():
+        if isinstance(check, Internal) and (found := check.wrong(fields.get(name), _NATIVE)):
+            return WrongField(name, found)
+    return None
+
+
+def wrong_batch(fields: Mapping[str, Any], prompts: int, is_single: bool) -> WrongField | None:
+    """What is wrong with a request of so many prompts, before it is cut into its parts."""
+    params = fields.get(_PARAMS)
+    listed = params if isinstance(params, list) else [{} if params is None else params]
+    if not all(isinstance(each, dict) for each in listed):
+        return WrongField(_PARAMS, "must be an object, or a list with one of each prompt")
+    if not prompts or (isinstance(params, list) and len(listed) != prompts):
+        return _uneven(_PARAMS if prompts else "text", prompts)
+    samples = 1
+    for each in listed:
+        for name in ("n", "beam_width"):
+            value = each.get(name)
+            found = None if value is None else SAMPLING[name].wrong(value, _NO_MODEL)
+            if found is not None:
+                return WrongField(name, found)
+        samples = max(samples, each.get("n") or 1)
+    if prompts * samples > MAX_PARTS:
+        field = "n" if prompts == 1 else "text" if fields.get("text") is not None else "input_ids"
+        return WrongField(
+            field,
+            f"a request must have at most {MAX_PARTS} prompts, times its samples, "
+            f"and has {prompts * samples}",
+        )
+    if is_single:
+        lists = (name for name in _ONE_EACH if isinstance(fields.get(name), list))
+        first = next(lists, None) if samples == 1 else None
+        return None if first is None else WrongField(first, "must be no list for one prompt")
+    for name, value in fields.items():
+        if isinstance(value, list) and name not in _OF_ITSELF and len(value) != prompts:
+            if name == "token_ids_logprob" and not (value and isinstance(value[0], list)):
+                continue
+            return _uneven(name, prompts)
+    return None
+
+
+_ONE_EACH = (_PARAMS, "rid", "lora_path")
+"""Fields that SGLang reads before it checks one prompt."""
+_NO_MODEL = Model(0, 0)
+_NATIVE = Model(0, 0, is_native=True)
+_OF_ITSELF = frozenset({"modalities", "encoder_urls", _PARAMS})
+"""Lists that have no entry for each prompt, or that are checked before."""
+
+
+def _uneven(field: str, prompts: int) -> WrongField:
+    if not prompts:
+        return WrongField(field, "must have at least one prompt")
+    return WrongField(field, f"must have one entry for each of the {prompts} prompts")
+
+
+def wrong_product(
+    fields: Mapping[str, Any], params: Mapping[str, Any], model: Model
+) -> WrongField | None:
+    """Whether the log probabilities of one prompt, all together, are too many."""
+    if not fields.get("return_logprob"):
+        return None
+    ids = fields.get("token_ids_logprob") or ()
+    top = (fields.get("top_logprobs_num") or 0) + len(ids)
+    start = fields.get("logprob_start_len")
+    read = 0 if start is None or start < 0 else model.prompt_tokens - start
+    field = "token_ids_logprob" if ids else "top_logprobs_num"
+    samples = params.get("n") or 1
+    if (made := read * (top + 1) * samples) > MAX_PROMPT_LOGPROBS:
+        return WrongField(
+            field,
+            f"a request must have at most {MAX_PROMPT_LOGPROBS} log probabilities of its prompt, "
+            f"and this one has {made}: {read} tokens from logprob_start_len on",
+        )
+    written = params.get("max_new_tokens")
+    room = max(model.context_tokens - model.prompt_tokens, 0)
+    written = room if written is None else min(written, room)
+    if top > FREE_TOP and (made := written * (top + 1)) > MAX_ANSWER_LOGPROBS:
+        return WrongField(
+            field,
+            f"above {FREE_TOP}, an answer must have at most {MAX_ANSWER_LOGPROBS} log "
+            f"probabilities, and this one may have {made}: {written} tokens",
+        )
+    return None
+
+
+def wrong_ids(low: int, high: int, vocab_size: int) -> str | None:
+    """What token ids between these two must be; None if all are in the vocabulary."""
+    if low >= 0 and high < vocab_size:
+        return None
+    return f"must have token ids from 0 to {vocab_size - 1}; got {low if low < 0 else high}"
+
+
+def prompts_of(text: Any, input_ids: Any, input_embeds: Any) -> tuple[int, bool]:
+    """How many prompts a request has, and whether it is one and not a list of one."""
+    if text is not None:
+        return (1, True) if isinstance(text, str) else (_length(text), False)
+    if input_ids is not None:
+        is_batch = _is_nested(input_ids)
+        return (_length(input_ids), False) if is_batch else (1, True)
+    if isinstance(input_embeds, Sequence) and input_embeds:
+        is_batch = _is_nested(input_embeds[0])
+        return (len(input_embeds), False) if is_batch else (1, True)
+    return 1, True
+
+
+def _is_nested(values: Any) -> bool:
+    return isinstance(values, list) and bool(values) and isinstance(values[0], list)
+
+
+def _length(values: Any) -> int:
+    return len(values) if isinstance(values, list) else 1

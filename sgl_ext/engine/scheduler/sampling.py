@@ -1,0 +1,38 @@
+"""What clients ask of the sampler and of the end of an answer, where it would end a scheduler.
+
+SGLang searches for `stop_regex` at every token, in the scheduler's thread and with Python's `re`.
+There a pattern can take minutes, in which no request of the engine goes on.
+
+A grammar in which nothing can be written allows no token, nor does one at its end together with
+`min_new_tokens`. Then no probability is a number, and the sampler's failure ends the scheduler.
+"""
+
+from types import ModuleType
+from typing import Any
+
+from sgl_ext.engine.fields.patterns import LinearRegex
+from sgl_ext.engine.sglang_types import SamplingBatchInfo
+
+_NAME = "re"
+
+
+def use_linear_regex(request_class: Any, module: ModuleType) -> None:
+    """Replaces `re` in the module that checks how requests end.
+
+    Raises RuntimeError if SGLang no longer searches there with it.
+    """
+    code = request_class._check_str_based_finish.__code__
+    if vars(module).get(_NAME) is None or not {_NAME, "search"} <= set(code.co_names):
+        raise RuntimeError(f"{module.__name__} searches for stop_regex in another way")
+    setattr(module, _NAME, LinearRegex)
+
+
+def allow_some_token(_: None, sampling: SamplingBatchInfo, logits: Any, *__: Any) -> None:
+    """After `_apply_post_grammar_logits_transforms`: a request that may write no token may write
+    any. Its grammar then rejects the token, and ends this request alone.
+
+    logits: of shape (requests, vocabulary), changed in place.
+    """
+    if sampling.grammars:
+        is_none = logits.amax(dim=-1, keepdim=True) == float("-inf")
+        logits.masked_fill_(is_none, 0.0)
