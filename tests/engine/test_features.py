@@ -38,12 +38,6 @@ BLOCK = {
 MARKED = {"max_tokens": 4, "messages": [{"role": "user", "content": "hi"}], "system": [BLOCK]}
 
 
-def load_of(engine: Engine) -> int:
-    """How many requests run."""
-    loads = requests.get(f"{engine.url}/v1/loads?include=core", timeout=10).json()["loads"]
-    return sum(load["num_running_reqs"] for load in loads)
-
-
 def pins_of(engine: Engine) -> list[Any]:
     return list(requests.get(f"{engine.url}/v1/pins", timeout=10).json()["pins"])
 
@@ -127,10 +121,15 @@ def test_a_pause_keeps_pins_and_what_runs_goes_on_after_it(engine: Engine) -> No
     first = ask(engine, prompt, "one", 300)["text"]
     engine.post("/flush_cache", {})
     engine.post("/v1/messages", MARKED | {"model": "tiny:two"})
-    with ThreadPoolExecutor(1) as pool:
-        running = pool.submit(ask, engine, prompt, "one", 300)
-        until(lambda: load_of(engine) >= 1)
-        engine.post("/pause_generation", {"mode": "retract"})
+    with ThreadPoolExecutor(2) as pool:
+        with engine.gate.closed():
+            at = engine.gate.mark()
+            running = pool.submit(ask, engine, prompt, "one", 300)
+            engine.gate.run_until(lambda step: any(map(step.answered, step.requests)))
+            paused = pool.submit(engine.post, "/pause_generation", {"mode": "retract"})
+            engine.gate.arrived("PauseGenerationReqInput", since=at)
+        paused.result()
+        engine.gate.count(1, "preempted", at)
         assert len(pins_of(engine)) == 1
         engine.post("/continue_generation", {})
         assert running.result()["text"] == first

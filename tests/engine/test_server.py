@@ -50,11 +50,6 @@ def processes_of(engine: Engine) -> list[psutil.Process]:
     return [first, *first.children(recursive=True)]
 
 
-def has_running(engine: Engine, number: int) -> bool:
-    loads = requests.get(f"{engine.url}/v1/loads", timeout=60).json()["loads"]
-    return bool(loads[0]["num_running_reqs"] == number)
-
-
 SAMPLING = {"max_new_tokens": 2}
 HELLO = {"messages": [{"role": "user", "content": "Hello"}], "model": "tiny", "max_tokens": 2}
 NAMED: dict[str, tuple[str, dict[str, Any], int]] = {
@@ -112,7 +107,7 @@ def test_a_flush_under_load_is_409_and_names_what_is_pending(engine: Engine) -> 
     flush = f"{engine.url}/flush_cache"
     with ThreadPoolExecutor(1) as pool:
         pool.submit(engine.post, "/generate", {**ENDLESS, "rid": "endless"})
-        until(lambda: has_running(engine, 1))
+        engine.gate.until(lambda step: step.answered("endless") > 0)
         refused = requests.post(flush, params={"timeout": 0}, timeout=60)
         requests.post(f"{engine.url}/abort_request", json={"rid": "endless"}, timeout=60)
     assert refused.status_code == 409
@@ -139,13 +134,19 @@ def test_a_tenant_neither_takes_nor_aborts_the_names_of_another(engine: Engine) 
         headers = {"x-tenant-id": tenant} if tenant else None
         return requests.post(generate, json=body, headers=headers, timeout=60, stream=True)
 
-    with ThreadPoolExecutor(1) as pool:
-        first = pool.submit(lambda: ask("a", "10").json()["meta_info"])
-        until(lambda: has_running(engine, 1))
-        for name in ("10", "1"):
-            with ask("b", name, stream=True) as answer:
-                assert answer.status_code == 200
-                assert next(answer.iter_lines())
+    with ThreadPoolExecutor(2) as pool:
+        with engine.gate.closed():
+            first = pool.submit(lambda: ask("a", "10").json()["meta_info"])
+            engine.gate.answer("~1:a:10")
+            for name in ("10", "1"):
+                at, other = engine.gate.mark(), f"~1:b:{name}"
+                asked = pool.submit(ask, "b", name, stream=True)
+                engine.gate.answer(other)
+                with asked.result() as answer:
+                    assert answer.status_code == 200
+                    assert next(answer.iter_lines())
+                engine.gate.arrived("AbortReq", since=at)
+                engine.gate.finish(other)
         meta = first.result()
     assert (meta["id"], meta["finish_reason"]) == ("~1:a:10", {"type": "length", "length": 400})
     refused = ask("", "~1:a:10")

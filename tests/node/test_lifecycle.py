@@ -17,6 +17,7 @@ import psutil
 import pytest
 import requests
 from sgl_ext_cpu.engine_processes import find_engine
+from sgl_ext_cpu.gate import Gate
 from sgl_ext_cpu.node import ROOT, Node, StartNode
 
 from tests.waiting import until
@@ -38,10 +39,20 @@ def own_node(start_node: StartNode, tmp_path: Path) -> Iterator[Node]:
 
 
 @pytest.fixture(scope="module")
-def pair(start_node: StartNode, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Node]:
+def gate() -> Iterator[Gate]:
+    """The gate before each step of both engines of the pair."""
+    with Gate() as gate:
+        yield gate
+
+
+@pytest.fixture(scope="module")
+def pair(
+    start_node: StartNode, gate: Gate, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Node]:
     """Two engines behind two balancer processes, for tests after which both serve again."""
     folder = tmp_path_factory.mktemp("pair")
-    with start_node(folder, "--instances", "2", "--processes", "2") as started:
+    flags = ("--instances", "2", "--processes", "2")
+    with start_node(folder, *flags, environment=gate.environment) as started:
         yield started
 
 
@@ -146,16 +157,19 @@ def all_ready(node: Node) -> bool:
     return len(workers(node)) == 2 and all(worker["ready"] for worker in workers(node))
 
 
-def test_no_request_is_lost_when_a_process_of_an_engine_is_killed(pair: Node) -> None:
+def test_no_request_is_lost_when_a_process_of_an_engine_is_killed(pair: Node, gate: Gate) -> None:
     def busiest() -> dict[str, Any]:
         return max(workers(pair), key=lambda worker: int(worker["in_flight"]))
 
     with ThreadPoolExecutor(12) as pool:
         for part in ("scheduler", "detokenizer"):
             until(lambda: all_ready(pair))
-            asked = [pool.submit(ask, pair, number) for number in range(12)]
-            until(lambda: busiest()["in_flight"] > 3)
-            getattr(find_engine(busiest()["url"]), part).kill()
+            with gate.closed():
+                at = gate.mark()
+                asked = [pool.submit(ask, pair, number) for number in range(12)]
+                gate.count(12, "arrived", at)
+                until(lambda: busiest()["in_flight"] > 3)
+                getattr(find_engine(busiest()["url"]), part).kill()
             until(lambda: not all_ready(pair))
             assert {answered.result() for answered in asked} == {""}
     until(lambda: all_ready(pair))

@@ -18,7 +18,7 @@ from sglang.srt.platforms.cpu import CpuDeviceMixin
 from sglang.srt.platforms.device_mixin import PlatformEnum
 from sglang.srt.platforms.interface import PlatformCapabilities, SRTPlatform
 
-from sgl_ext_cpu import host_copies, stubs, unforgiving
+from sgl_ext_cpu import gate, host_copies, stubs, unforgiving
 from sgl_ext_cpu.nursery import fork_children
 
 NAME = "sgl_ext_cpu"
@@ -244,6 +244,7 @@ def _begin_worker(**cores: Any) -> None:
     from sglang.srt.runtime_context import get_disagg, get_lora, get_memory
 
     _bind_threads(**cores)
+    gate.install()
     if get_memory().enable_hierarchical_cache:
         host_copies.install()
     if get_disagg().disaggregation_mode == "prefill":

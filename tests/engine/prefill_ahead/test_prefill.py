@@ -104,7 +104,7 @@ class Serving:
         body = {"text": text(5), "rid": name, "sampling_params": sampling}
         with ThreadPoolExecutor(1) as pool:
             pool.submit(self.post, "/generate", body)
-            until(lambda: self.watch.load["running"] == 1)
+            self._engine.gate.until(lambda step: step.answered(name) > 0)
             try:
                 yield
             finally:

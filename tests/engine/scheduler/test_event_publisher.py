@@ -21,6 +21,7 @@ from typing import Any
 
 import pytest
 import requests
+from sgl_ext_cpu.gate import Gate
 from sgl_ext_cpu.node import free_port
 from sgl_ext_cpu.nursery import Nursery, Server
 
@@ -37,11 +38,12 @@ _fresh = count(1)
 
 
 class Engine:
-    """One real engine, without launcher and balancer."""
+    """One real engine, without launcher and balancer, and the gate before its steps."""
 
-    def __init__(self, url: str, server: Server) -> None:
+    def __init__(self, url: str, server: Server, gate: Gate) -> None:
         self.url = url
         self.server = server
+        self.gate = gate
 
     def post(self, path: str, body: Any) -> Any:
         answer = requests.post(self.url + path, json=body, timeout=120)
@@ -136,14 +138,15 @@ def running_engine(
     # Variables too that a test has set since the nursery was started.
     module = "sglang.launch_server" if is_stock else "sgl_ext.engine.serve"
     stock = {"SGLANG_PLUGINS": "none"} if is_stock else {}
-    server = nursery.start(given, log, module, {**os.environ, **stock})
-    try:
-        engine = Engine(f"http://127.0.0.1:{port}", server)
-        until(lambda: not server.running() or _is_up(engine), 600)
-        assert server.running(), log.read_text()
-        yield engine
-    finally:
-        server.stop()
+    with Gate() as gate:
+        server = nursery.start(given, log, module, {**os.environ, **stock, **gate.environment})
+        try:
+            engine = Engine(f"http://127.0.0.1:{port}", server, gate)
+            until(lambda: not server.running() or _is_up(engine), 600)
+            assert server.running(), log.read_text()
+            yield engine
+        finally:
+            server.stop()
 
 
 def _is_up(engine: Engine) -> bool:
@@ -345,9 +348,18 @@ def test_agents_under_pressure_find_what_is_claimed(engine: Engine, watch: Watch
 
 
 def test_load_follows_the_requests(engine: Engine, watch: Watch) -> None:
-    body = {"text": text(30), "stream": True, "sampling_params": {"max_new_tokens": 800}}
-    with requests.post(f"{engine.url}/generate", json=body, stream=True, timeout=120):
-        until(lambda: watch.load["running"] == 1 and watch.load["used_tokens"] > 100)
+    sampling = {"max_new_tokens": 800, "ignore_eos": True}
+    body = {"text": text(30), "rid": "followed", "sampling_params": sampling}
+
+    def is_told() -> bool:
+        """A load is told once a second while requests decode, and steps take longer in all."""
+        engine.gate.step()
+        return watch.load["running"] == 1 and watch.load["used_tokens"] > 100
+
+    with ThreadPoolExecutor(1) as pool, engine.gate.closed():
+        pool.submit(engine.post, "/generate", body)
+        engine.gate.answer("followed", tokens=100)
+        until(is_told)
     until(lambda: watch.load["running"] == 0)
     assert watch.load["capacity_tokens"] == POOL
     assert (watch.load["queued"], watch.load["pending_tokens"]) == (0, 0)

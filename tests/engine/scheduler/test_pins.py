@@ -14,10 +14,11 @@ import time
 import warnings
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
+from http.client import HTTPConnection
 from importlib import import_module
 from pathlib import Path
 from typing import Any, NamedTuple
+from urllib.parse import urlsplit
 
 import pytest
 import requests
@@ -75,6 +76,7 @@ class Pinning:
 
     def __init__(self, engine: Engine, log: Path, page: int, template: Any) -> None:
         self.url = engine.url
+        self.gate = engine.gate
         self.page = page
         self._engine = engine
         self._log = log
@@ -290,18 +292,19 @@ def test_a_request_that_would_not_fit_without_pins_either_costs_none(engine: Pin
     ended = engine.counted("sgl_ext_pins_ended_total{")
     pinned = engine.watch.load["pinned_tokens"]
     sampling = {"max_new_tokens": POOL - pinned - 150, "ignore_eos": True}
-    long = {"text": text(6), "stream": True, "rid": "long", "sampling_params": sampling}
+    long = {"text": text(6), "rid": "long", "sampling_params": sampling}
     # Its prompt alone would fit; with what it may answer, it does not.
     next_one = {**ONE, "messages": [user(6)], "max_tokens": 150 + pinned}
-    with (
-        ThreadPoolExecutor(1) as pool,
-        requests.post(f"{engine.url}/generate", json=long, stream=True, timeout=90),
-    ):
-        until(lambda: engine.watch.load["running"] == 1)
-        waiting = pool.submit(engine.usage, next_one)
-        until(lambda: engine.watch.load["queued"] == 1)
-        assert len(engine.pins()) == 2
-        requests.post(f"{engine.url}/abort_request", json={"rid": "long"}, timeout=60)
+    with ThreadPoolExecutor(2) as pool:
+        with engine.gate.closed():
+            pool.submit(engine.send, long, "/generate")
+            engine.gate.answer("long")
+            at = engine.gate.mark()
+            waiting = pool.submit(engine.usage, next_one)
+            engine.gate.until(lambda event: event.kind == "arrived", at)
+            engine.gate.run_until(lambda step: len(step.waiting) == 1)
+            assert len(engine.pins()) == 2
+            requests.post(f"{engine.url}/abort_request", json={"rid": "long"}, timeout=60)
         assert waiting.result(timeout=90)["output_tokens"] > 0
     assert len(engine.pins()) == 2
     assert engine.counted("sgl_ext_pins_ended_total{") == ended
@@ -634,14 +637,15 @@ def test_a_prefix_beyond_the_budget_is_answered_and_not_pinned(engine: Pinning) 
 def test_a_request_that_is_aborted_before_it_is_computed_pins_nothing(engine: Pinning) -> None:
     # It reserves nearly all memory, so the marked request waits however fast the machine is.
     sampling = {"max_new_tokens": POOL - 150, "ignore_eos": True}
-    long = {"text": text(6), "sampling_params": sampling}
+    long = {"text": text(6), "rid": "long before it", "sampling_params": sampling}
     with ThreadPoolExecutor(2) as pool:
-        pool.submit(engine.send, long, "/generate")
-        until(lambda: engine.watch.load["running"] == 1)
-        body = asked([block(150, "1h")], turn(block(2400, "1h")))
-        waiting = pool.submit(engine.send, body)
-        until(lambda: engine.watch.load["queued"] == 1)
-        requests.post(f"{engine.url}/abort_request", json={"abort_all": True}, timeout=60)
+        with engine.gate.closed():
+            pool.submit(engine.send, long, "/generate")
+            engine.gate.answer("long before it")
+            body = asked([block(150, "1h")], turn(block(2400, "1h")))
+            waiting = pool.submit(engine.send, body)
+            engine.gate.run_until(lambda step: len(step.waiting) == 1)
+            requests.post(f"{engine.url}/abort_request", json={"abort_all": True}, timeout=60)
         assert waiting.result(timeout=90).status_code == 500, "no half answer looks complete"
     until(engine.is_level)
     assert engine.pins() == []
@@ -649,10 +653,19 @@ def test_a_request_that_is_aborted_before_it_is_computed_pins_nothing(engine: Pi
 
 @only_default
 def test_clients_that_disconnect_leave_no_memory_in_use(engine: Pinning) -> None:
-    for _ in range(3):
+    for chunks in range(3):
         body = asked([block(150, "1h")], turn(block(2400, "1h")))
-        with suppress(requests.Timeout):
-            engine.send(body, timeout=0.3)
+        sent = json.dumps(body).encode()
+        client = HTTPConnection(urlsplit(engine.url).netloc, timeout=90)
+        with engine.gate.closed():
+            at = engine.gate.mark()
+            client.request("POST", MESSAGES, sent, {"content-type": "application/json"})
+            engine.gate.until(lambda event: event.kind == "arrived", at)
+            for _ in range(chunks):
+                (step,) = engine.gate.step()
+                assert step.is_prefill, "its prompt is not computed yet"
+            client.close()
+        engine.gate.until(lambda event: event.kind == "left", at)
     until(engine.is_level)
     engine.usage(marked(5))
 

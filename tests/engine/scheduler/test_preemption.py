@@ -13,7 +13,7 @@ from sgl_ext_cpu.nursery import Nursery
 
 from sgl_ext.settings.schema import EngineSettings
 from tests.engine.scheduler.test_event_publisher import POOL
-from tests.engine.scheduler.test_priority import HEADER, THRESHOLD, Serving, serving, sound, until
+from tests.engine.scheduler.test_priority import HEADER, THRESHOLD, Serving, serving, sound
 
 PREFIX, NEW, HELD, ANSWER = 1000, 1150, 1200, 300
 
@@ -35,9 +35,11 @@ def engine(started: Serving) -> Iterator[Serving]:
     yield from sound(started)
 
 
-def ask(engine: Serving, ids: list[int], tokens: int, priority: int = 0) -> Any:
+def ask(
+    engine: Serving, ids: list[int], tokens: int, priority: int = 0, name: str | None = None
+) -> Any:
     sampling = {"max_new_tokens": tokens, "temperature": 0, "ignore_eos": True}
-    body = {"input_ids": ids, "sampling_params": sampling}
+    body = {"input_ids": ids, "sampling_params": sampling, "rid": name}
     answer = engine.post("/generate", body, {HEADER: str(priority)})
     assert answer.ok, answer.text
     return answer.json()
@@ -52,12 +54,19 @@ def test_a_request_keeps_its_prefix_while_others_are_preempted_for_it(engine: Se
     expected = ask(engine, wanted, 5)["output_ids"]
     engine.flush()
     ask(engine, prefix, 1)
-    with ThreadPoolExecutor(2) as pool:
-        running = [pool.submit(ask, engine, ids, ANSWER) for ids in held]
-        engine.has_running(2)
-        # Both decode: a prefill that is not complete is interrupted, not preempted.
-        until(lambda: engine.watch.load["used_tokens"] >= 2 * HELD)
-        answer = ask(engine, wanted, 5, priority=THRESHOLD)
+    with ThreadPoolExecutor(3) as pool:
+        with engine.gate.closed():
+            names = ["one", "other"]
+            running = [
+                pool.submit(ask, engine, ids, ANSWER, 0, name)
+                for ids, name in zip(held, names, strict=True)
+            ]
+            engine.gate.arrived(*names)
+            # Both decode: a prefill that is not complete is interrupted, not preempted.
+            engine.gate.answer(*names)
+            asked = pool.submit(ask, engine, wanted, 5, THRESHOLD, "wanted")
+            engine.gate.arrived("wanted")
+        answer = asked.result()
         assert [one.result()["output_ids"] for one in running] == undisturbed
     assert engine.counted("sgl_ext_preempted_requests_total") == 1
     assert answer["meta_info"]["cached_tokens"] == PREFIX

@@ -22,6 +22,7 @@ import aiohttp
 import pytest
 import requests
 from prometheus_client.parser import text_string_to_metric_families
+from sgl_ext_cpu.gate import Event
 from sgl_ext_cpu.nursery import Nursery
 
 from sgl_ext.settings.schema import EngineSettings, Tenant
@@ -54,6 +55,7 @@ class Serving:
     def __init__(self, engine: Engine, log: Path) -> None:
         self.url = engine.url
         self.watch = Watch(engine)
+        self.gate = engine.gate
         self._engine = engine
         self._log = log
 
@@ -62,9 +64,10 @@ class Serving:
     ) -> requests.Response:
         return requests.post(self.url + path, json=body, headers=headers, timeout=120)
 
-    def generate(self, priority: int, prompt: str, tokens: int) -> list[int]:
-        """The token ids of an answer of so many."""
-        answer = self.post("/generate", raw(prompt, tokens), {HEADER: str(priority)})
+    def generate(self, priority: int, prompt: str, tokens: int, name: str = "") -> list[int]:
+        """The token ids of an answer of so many. name: the request's id; "": SGLang makes one."""
+        body = {**raw(prompt, tokens), **({"rid": name} if name else {})}
+        answer = self.post("/generate", body, {HEADER: str(priority)})
         assert answer.ok, answer.text
         ids: list[int] = answer.json()["output_ids"]
         return ids
@@ -81,12 +84,6 @@ class Serving:
             if sample.name == name and labels.items() <= sample.labels.items()
         )
 
-    def has_queued(self, number: int) -> None:
-        until(lambda: self.watch.load["queued"] == number)
-
-    def has_running(self, number: int) -> None:
-        until(lambda: self.watch.load["running"] == number)
-
     def is_level(self) -> bool:
         """Whether nothing takes memory, runs or waits; an iteration is told of after it."""
         load = self.watch.load
@@ -97,18 +94,21 @@ class Serving:
 
     @contextmanager
     def held(self, number: int, priority: int, tokens: int = 1500) -> Iterator[list[str]]:
-        """So many requests that answer at length, by name; they end with this at the latest."""
+        """So many requests that answer at length and have begun to, by name, before a closed gate.
+        They end with this, and the gate is open then."""
         names = [f"held {next(_names)}" for _ in range(number)]
-        with ThreadPoolExecutor(number) as pool:
+        with self.gate.closed(), ThreadPoolExecutor(number) as pool:
             for name in names:
                 body = {**raw(text(5), tokens), "rid": name}
                 pool.submit(self.post, "/generate", body, {HEADER: str(priority)})
-            self.has_running(number)
+            self.gate.arrived(*names)
+            self.gate.answer(*names)
             try:
                 yield names
             finally:
                 for name in names:
                     self.abort(name)
+                self.gate.open()
 
     def abort(self, name: str) -> None:
         assert self.post("/abort_request", {"rid": name}).ok
@@ -134,16 +134,21 @@ class Answers:
     def __exit__(self, *_: object) -> None:
         self._pool.shutdown()
 
-    def send(self, name: str, priority: int, prompt: str, tokens: int = 16) -> Future[list[int]]:
-        answer = self._pool.submit(self._serving.generate, priority, prompt, tokens)
+    def send(
+        self, name: str, priority: int, prompt: str, tokens: int = 16, rid: str = ""
+    ) -> Future[list[int]]:
+        answer = self._pool.submit(self._serving.generate, priority, prompt, tokens, rid)
         answer.add_done_callback(lambda _: self.order.append(name))
         return answer
 
-    def queue(self, name: str, priority: int, prompt: str, tokens: int = 16) -> None:
-        """Sends it where all slots are taken, and sees it wait."""
-        before = self._serving.watch.load["queued"]
-        self.send(name, priority, prompt, tokens)
-        self._serving.has_queued(before + 1)
+    def arrive(
+        self, name: str, priority: int, prompt: str, tokens: int = 16
+    ) -> tuple[str, Future[list[int]]]:
+        """Sends it, and returns its id once the scheduler has it."""
+        rid = f"{name} {next(_names)}"
+        answer = self.send(name, priority, prompt, tokens, rid)
+        self._serving.gate.arrived(rid)
+        return rid, answer
 
 
 class Stream:
@@ -253,9 +258,10 @@ def test_the_more_important_is_served_first_though_it_came_last(slots: Serving) 
     # No gap is as wide as the threshold, so they wait for a slot.
     with Answers(slots) as answers, slots.held(SLOTS, priority=THRESHOLD // 2) as held:
         for priority in (0, 5, 10):
-            answers.queue(str(priority), priority, text(20))
+            answers.arrive(str(priority), priority, text(20))
         assert answers.order == []
         slots.abort(held[0])
+        slots.gate.open()
         until(lambda: len(answers.order) == 3)
     assert answers.order == ["10", "5", "0"]
 
@@ -264,10 +270,11 @@ def test_of_equals_the_one_whose_prompt_is_cached_is_served_first(slots: Serving
     cached, other = text(400), text(400)
     slots.generate(0, cached, 1)
     with Answers(slots) as answers, slots.held(SLOTS, priority=0) as held:
-        answers.queue("computed", 0, f"{other} {text(5)}")
-        answers.queue("cached", 0, f"{cached} {text(5)}")
-        answers.queue("long", 0, f"{other} {text(100)}", 100)
+        answers.arrive("computed", 0, f"{other} {text(5)}")
+        answers.arrive("cached", 0, f"{cached} {text(5)}")
+        answers.arrive("long", 0, f"{other} {text(100)}", 100)
         slots.abort(held[0])
+        slots.gate.open()
         until(lambda: len(answers.order) == 3)
     assert answers.order == ["cached", "computed", "long"]
 
@@ -280,12 +287,15 @@ def test_for_a_much_more_important_one_a_slot_is_freed_and_no_answer_changes(
         undisturbed = list(pool.map(lambda prompt: slots.generate(0, prompt, 500), prompts))
     slots.flush()
     with Answers(slots) as answers:
-        batch = [answers.send("batch", 0, prompt, 500) for prompt in prompts]
-        slots.has_running(SLOTS)
-        answers.queue("not enough", THRESHOLD - 1, text(20), 200)
-        answers.send("interactive", THRESHOLD, text(20)).result()
-        until(lambda: answers.order == ["interactive"])
-        assert [answer.result() for answer in batch] == undisturbed
+        with slots.gate.closed():
+            batch = [answers.arrive("batch", 0, prompt, 500) for prompt in prompts]
+            slots.gate.answer(*(rid for rid, _ in batch))
+            answers.arrive("not enough", THRESHOLD - 1, text(20), 200)
+            urgent, answer = answers.arrive("interactive", THRESHOLD, text(20))
+            slots.gate.finish(urgent)
+            answer.result()
+            assert answers.order == ["interactive"]
+        assert [answer.result() for _, answer in batch] == undisturbed
     assert sorted(answers.order) == ["batch", "batch", "interactive", "not enough"]
 
 
@@ -297,11 +307,14 @@ def test_what_a_victim_had_computed_is_not_computed_again_while_there_is_memory(
 
     lost, again = counted("preempted_tokens"), counted("recomputed_tokens")
     with Answers(slots) as answers:
-        batch = [answers.send("batch", 0, text(20), 400) for _ in range(SLOTS)]
-        until(lambda: slots.watch.load["used_tokens"] > SLOTS * 120)
-        answers.send("interactive", THRESHOLD, text(20), 1).result()
-        assert answers.order == ["interactive"]
-        assert [len(answer.result()) for answer in batch] == [400] * SLOTS
+        with slots.gate.closed():
+            batch = [answers.arrive("batch", 0, text(20), 200) for _ in range(SLOTS)]
+            slots.gate.answer(*(rid for rid, _ in batch), tokens=60)
+            urgent, answer = answers.arrive("interactive", THRESHOLD, text(20), 1)
+            slots.gate.finish(urgent)
+            answer.result()
+            assert answers.order == ["interactive"]
+        assert [len(answer.result()) for _, answer in batch] == [200] * SLOTS
     assert counted("preempted_tokens") - lost > 50
     assert counted("recomputed_tokens") - again <= 1  # the last token has no successor yet
 
@@ -309,15 +322,18 @@ def test_what_a_victim_had_computed_is_not_computed_again_while_there_is_memory(
 def test_a_prefill_in_chunks_stands_back_and_no_answer_changes(slots: Serving) -> None:
     prompts = [text(1200) for _ in range(3)]
     undisturbed = [slots.generate(0, prompt, 20) for prompt in prompts]
-    disturbed: list[list[int]] = []
-
-    def is_interrupted() -> bool:
-        slots.flush()
-        with Stream(1, lambda: slots.generate(THRESHOLD, text(5), 1)):
-            disturbed[:] = [slots.generate(0, prompt, 20) for prompt in prompts]
-        return slots.counted("sgl_ext_prefills_interrupted_total") > 0
-
-    until(is_interrupted)
+    slots.flush()
+    before, disturbed = slots.counted("sgl_ext_prefills_interrupted_total"), []
+    with Answers(slots) as answers:
+        for prompt in prompts:
+            with slots.gate.closed():
+                long, answer = answers.arrive("long", 0, prompt, 20)
+                (first,) = slots.gate.step()
+                assert 0 < first.computed(long) < 1000, "it has more than a chunk"
+                urgent, _ = answers.arrive("interactive", THRESHOLD, text(5), 1)
+                slots.gate.begin(urgent)
+            disturbed.append(answer.result())
+    assert slots.counted("sgl_ext_prefills_interrupted_total") == before + len(prompts)
     assert disturbed == undisturbed
 
 
@@ -388,10 +404,12 @@ def test_a_tenant_of_weight_three_gets_three_of_four_turns(slots: Serving) -> No
         order.append(tenant)
 
     with ThreadPoolExecutor(8) as pool, slots.held(SLOTS, priority=0) as held:
-        for number, tenant in enumerate(["one"] * 4 + ["three"] * 4):
+        for tenant in ["one"] * 4 + ["three"] * 4:
+            at = slots.gate.mark()
             pool.submit(send, tenant)
-            slots.has_queued(number + 1)
+            slots.gate.until(lambda event: event.kind == "arrived", at)
         slots.abort(held[0])
+        slots.gate.open()
         until(lambda: len(order) == 8)
     assert sorted(order[:4]) == ["one", "three", "three", "three"]
 
@@ -477,12 +495,15 @@ async def test_half_of_a_long_queue_leaves_and_the_other_half_is_answered(
     connector = aiohttp.TCPConnector(limit=0)
     async with aiohttp.ClientSession(connector=connector) as session:
         with slots.held(SLOTS, priority=5):
+            at = slots.gate.mark()
             waiting = [asyncio.create_task(send(session)) for _ in range(300)]
-            await asyncio.to_thread(slots.has_queued, 300)
+            await asyncio.to_thread(slots.gate.count, 300, "arrived", at)
             leaving = set(source.sample(waiting, 150))
             for one in leaving:
                 one.cancel()
             await asyncio.wait(leaving)
+            slots.gate.open()
+            await asyncio.to_thread(slots.gate.count, 150, "left", at)
         staying = [one for one in waiting if one not in leaving]
         assert await asyncio.wait_for(asyncio.gather(*staying), 120) == [2] * 150
 
@@ -501,11 +522,13 @@ def test_for_a_much_more_important_one_memory_is_taken_and_no_answer_changes(
     assert memory.counted("sgl_ext_preempted_requests_total") == 0
     for priority, is_enough in ((THRESHOLD // 2, False), (THRESHOLD, True)):
         with Answers(memory) as answers:
-            batch = [answers.send("batch", 0, prompt, 400) for prompt in prompts]
-            memory.has_running(BATCH)
-            answers.send("interactive", priority, text(1500), 5).result()
+            with memory.gate.closed():
+                batch = [answers.arrive("batch", 0, prompt, 400) for prompt in prompts]
+                memory.gate.answer(*(name for name, _ in batch))
+                _, answer = answers.arrive("interactive", priority, text(1500), 5)
+            answer.result()
             assert (answers.order == ["interactive"]) == is_enough
-            assert [answer.result() for answer in batch] == undisturbed
+            assert [answer.result() for _, answer in batch] == undisturbed
         assert len(answers.order) == BATCH + 1
         assert (memory.counted("sgl_ext_preempted_requests_total") > 0) == is_enough
         assert (memory.counted("sgl_ext_preempted_tokens_total") > 0) == is_enough
@@ -515,7 +538,7 @@ def test_for_a_much_more_important_one_memory_is_taken_and_no_answer_changes(
 def test_one_that_waits_is_served_though_more_important_ones_keep_coming(memory: Serving) -> None:
     important = 3
     with Stream(3 * SLOTS_OF_TWO_RANKS, lambda: memory.generate(important, text(20), 24)) as stream:
-        until(lambda: memory.watch.load["queued"] > SLOTS_OF_TWO_RANKS)
+        memory.gate.until(lambda step: len(step.waiting) > SLOTS_OF_TWO_RANKS, memory.gate.mark())
         sent = time.monotonic()
         memory.generate(0, text(20), 1)
         answered, overtaking = time.monotonic(), stream.log.copy()
@@ -532,11 +555,15 @@ def test_one_that_does_not_fit_lets_small_ones_pass_and_is_served_though_they_ke
     def small() -> None:
         memory.generate(0, text(250), source.randrange(20, 60))
 
+    def are_all_running(step: Event) -> bool:
+        return len(step.requests) == SLOTS_OF_TWO_RANKS
+
     with Stream(SLOTS_OF_TWO_RANKS, small) as stream, ThreadPoolExecutor(1) as pool:
-        memory.has_running(SLOTS_OF_TWO_RANKS)
-        # It takes the memory of all of them, and one of them always runs.
-        big = pool.submit(memory.generate, 3, text(3000), 2)
-        until(lambda: memory.watch.load["pending_tokens"] > 3000)
+        with memory.gate.closed():
+            memory.gate.run_until(are_all_running)
+            # It takes the memory of all of them, and one of them always runs.
+            big = pool.submit(memory.generate, 3, text(3000), 2, "big")
+            memory.gate.arrived("big")
         queued = time.monotonic()
         assert len(big.result()) == 2
         overtaking, answered = stream.log.copy(), time.monotonic()

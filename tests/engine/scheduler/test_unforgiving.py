@@ -154,10 +154,16 @@ def test_no_answer_differs_from_stock_s_whatever_becomes_of_its_memory(
     assert POOL - 2 * HELD < NEW, "pins alone would be enough for the request"
     # Evicted and preempted, while a prefix is cached that another request continues.
     engine.send(generated(PREFIX_IDS, 1), "/generate")
-    with ThreadPoolExecutor(2) as pool:
-        running = [pool.submit(answer, engine.url, name) for name in ("held", "held too")]
-        until(lambda: engine.watch.load["running"] == 2)
-        found, meta = answer(engine.url, "wanted", priority=THRESHOLD)
+    with ThreadPoolExecutor(3) as pool:
+        gate = engine.gate
+        with gate.closed():
+            at, names = gate.mark(), ("held", "held too")
+            running = [pool.submit(answer, engine.url, name) for name in names]
+            gate.count(len(names), "arrived", at)
+            gate.run_until(lambda step: len(step.requests) == 2 and not step.is_prefill)
+            wanted = pool.submit(answer, engine.url, "wanted", THRESHOLD)
+            gate.count(len(names) + 1, "arrived", at)
+        found, meta = wanted.result()
         assert [one.result()[0] for one in running] == [stock["held"], stock["held too"]]
     assert found == stock["wanted"]
     assert engine.counted("sgl_ext_preempted_requests_total") >= 1

@@ -37,6 +37,7 @@ class Serving:
 
     def __init__(self, engine: Engine, log: Path) -> None:
         self.url = engine.url
+        self.gate = engine.gate
         self.watch = Watch(engine)
         self._engine = engine
         self._log = log
@@ -47,9 +48,10 @@ class Serving:
         result: dict[str, Any] = answer.json()
         return result
 
-    def ask(self, prompt: list[int], tokens: int = 8) -> dict[str, Any]:
+    def ask(self, prompt: list[int], tokens: int = 8, name: str | None = None) -> dict[str, Any]:
         sampling = {"max_new_tokens": tokens, "temperature": 0, "ignore_eos": True}
-        return self.post("/generate", {"input_ids": prompt, "sampling_params": sampling})
+        body = {"input_ids": prompt, "sampling_params": sampling, "rid": name}
+        return self.post("/generate", body)
 
     def tiers(self, prompt: list[int]) -> tuple[int, int]:
         """How many tokens of a prompt a request reads on the device, and how many it loads."""
@@ -69,7 +71,7 @@ class Serving:
         body = {"input_ids": [7] * 16, "rid": name, "sampling_params": sampling}
         with ThreadPoolExecutor(1) as pool:
             pool.submit(requests.post, f"{self.url}/generate", json=body, timeout=120)
-            until(lambda: self.watch.load["running"] == 1)
+            self.gate.until(lambda step: step.answered(name) > 0)
             try:
                 yield
             finally:
@@ -152,8 +154,7 @@ def test_nothing_is_loaded_ahead_while_a_request_runs(serving: Serving) -> None:
     before = serving.metric("loaded_ahead_tokens_total")
     with serving.busy():
         requests.post(f"{serving.url}{PREFILL}?wait=false", json=prompt, timeout=60)
-        queued = serving.watch.load["queued"]
-        assert (queued, serving.metric("loaded_ahead_tokens_total")) == (0, before)
+        assert serving.metric("loaded_ahead_tokens_total") == before
     until(lambda: serving.metric("loaded_ahead_tokens_total") > before)
 
 
@@ -164,12 +165,12 @@ def test_a_spilled_prompt_is_served_before_a_cold_one_that_came_first(serving: S
     order: list[str] = []
     with ThreadPoolExecutor(2) as pool:
         with serving.busy():
-            first = pool.submit(serving.ask, new)
+            first = pool.submit(serving.ask, new, 8, "cold")
             first.add_done_callback(lambda _: order.append("cold"))
-            until(lambda: serving.watch.load["queued"] == 1)
-            second = pool.submit(serving.ask, spilled)
+            serving.gate.arrived("cold")
+            second = pool.submit(serving.ask, spilled, 8, "spilled")
             second.add_done_callback(lambda _: order.append("spilled"))
-            until(lambda: serving.watch.load["queued"] == 2)
+            serving.gate.arrived("spilled")
         again = second.result()
         first.result()
     assert order == ["spilled", "cold"]

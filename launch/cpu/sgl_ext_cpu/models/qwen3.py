@@ -9,6 +9,7 @@ import torch
 from sglang.srt.models.qwen3 import Qwen3ForCausalLM as _Qwen3ForCausalLM
 from tokenizers import Tokenizer
 
+from sgl_ext_cpu import gate
 from sgl_ext_cpu import tokenizer as text
 from sgl_ext_cpu.drawing import draw
 
@@ -16,6 +17,7 @@ from sgl_ext_cpu.drawing import draw
 class Qwen3ForCausalLM(_Qwen3ForCausalLM):  # type: ignore[misc]  # sglang is untyped
     def post_load_weights(self) -> None:
         """SGLang calls this after it made dummy weights, and not for weights from a file."""
+        gate.install()  # on a GPU, where no platform of ours does it
         folder = self.config._name_or_path
         # A rank has a part of the output's rows.
         first = self.lm_head.shard_indices.org_vocab_start_index
