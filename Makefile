@@ -29,7 +29,7 @@ GPU_TESTS := $(addprefix tests/engine/,scheduler/test_pins.py scheduler/test_pre
 	scheduler/test_single_flight.py prefill_ahead/test_prefill.py)
 BENCHES := $(patsubst bench/%.py,%,$(filter-out bench/__init__.py,$(wildcard bench/*.py)))
 
-.PHONY: setup serve serve-ray check test test-slow test-clients test-gpu gpu-report report pure lint audit constraints wheels bench clean
+.PHONY: setup serve serve-ray check t test test-speeds test-slow test-clients test-gpu gpu-report report pure lint audit constraints wheels bench clean
 
 setup: $(READY)
 
@@ -59,6 +59,14 @@ check: setup
 
 test: setup
 	$(PYTHON) -m pytest -n $(TEST_PROCESSES)
+
+# One part, in one process: `make t T=tests/radix`, `make t T="tests/engine -k pins"`.
+t: setup
+	$(PYTHON) -m pytest $(T)
+
+# Whether tests of engines hold on a machine of any speed, in some hours: for before a release.
+test-speeds: setup
+	$(PYTHON) -m tests.speeds $(SPEEDS)
 
 # The tests that take longest: benches, Ray, wheels, other kinds of engines, more of the fuzzers.
 test-slow: setup

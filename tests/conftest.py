@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import logging
 import os
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager
 from pathlib import Path
+from typing import Any
 
 import hypothesis
 import pytest
@@ -14,6 +16,7 @@ from sgl_ext_cpu.node import FORKING, ROOT, Node, StartNode, local_model, runnin
 from sgl_ext_cpu.nursery import Nursery
 
 from tests import gpu_engines
+from tests.debian import INSTALL
 from tests.gpu_engines import GpuEngines
 
 # Every process that a test starts uses the helpers of this checkout.
@@ -96,6 +99,33 @@ def node(start_node: StartNode, tmp_path_factory: pytest.TempPathFactory) -> Ite
     """Two real engines and a balancer in front of them, for tests that do not harm them."""
     with start_node(tmp_path_factory.mktemp("node"), "--instances", "2", "--diagnose") as started:
         yield started
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_terminal_summary(terminalreporter: Any) -> None:
+    """Ends with what was skipped, and the command that installs what it waits for."""
+    skipped = terminalreporter.stats.get("skipped", ())
+    if line := skips_line([str(report.longrepr[2]) for report in skipped]):
+        terminalreporter.write_line(line)
+
+
+def skips_line(reasons: list[str]) -> str:
+    """What was skipped, by its reason, and one command for all of Debian's packages; "" if nothing
+    was."""
+    if not reasons:
+        return ""
+    packages: dict[str, None] = {}
+    others: Counter[str] = Counter()
+    for reason in (one.removeprefix("Skipped: ") for one in reasons):
+        before, install, names = reason.partition(INSTALL)
+        if install:
+            packages |= dict.fromkeys(names.split())
+        else:
+            others[before] += 1
+    parts = [f"{reason} ({count})" for reason, count in sorted(others.items())]
+    if packages:
+        parts.append(f"to run the others: {INSTALL}{' '.join(packages)}")
+    return f"{len(reasons)} skipped: {'; '.join(parts)}"
 
 
 # Every test that starts a real SGLang process does it through one of these fixtures.

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import shutil
 import subprocess
 from pathlib import Path
 
@@ -21,6 +20,7 @@ from sgl_ext.balancer.metrics.registry import Metrics
 from sgl_ext.key_file import hash_of
 from tests.balancer.conftest import Answer, Engine, Start
 from tests.balancer.workers import workers_at
+from tests.debian import require_promtool
 
 PAGE = b"""\
 # HELP steps_total Steps of the engine.
@@ -79,8 +79,8 @@ def test_a_wrong_line_leaves_its_engine_out(wrong: bytes) -> None:
     assert [s.value for s in found["sgl_ext_engine_up"].samples] == [1, 0]
 
 
-@pytest.mark.skipif(shutil.which("promtool") is None, reason="promtool is not on PATH")
 def test_promtool_reads_the_page() -> None:
+    require_promtool()
     page, _ = merge({"e0": PAGE, "e1": PAGE})
     done = subprocess.run(
         ["promtool", "check", "metrics"], input=page, capture_output=True, check=False

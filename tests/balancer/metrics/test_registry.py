@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import shutil
 import subprocess
 
-import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from docs import metrics_page
 from sgl_ext.balancer.metrics.registry import Metrics
 from tests.balancer.workers import workers_at
+from tests.debian import require_promtool
 
 
 def page() -> str:
@@ -48,8 +47,8 @@ def test_counters_have_no_gauges_of_when_they_began() -> None:
     assert "_created" not in page()
 
 
-@pytest.mark.skipif(shutil.which("promtool") is None, reason="promtool is not on PATH")
 def test_promtool_has_no_objection() -> None:
+    require_promtool()
     done = subprocess.run(
         ["promtool", "check", "metrics"], input=page(), capture_output=True, text=True, check=False
     )
