@@ -191,6 +191,10 @@ _SCHEDULER_HOOKS: dict[str, Hook] = {
     f"{_STREAMER}.stream_output": ("AFTER", first_token.after_output),
     f"{_SCHEDULER}._should_defer_prefill": ("AROUND", priority.defer_vain_try),
     f"{_SAMPLING}._apply_post_grammar_logits_transforms": ("AFTER", sampling.allow_some_token),
+    "sglang.srt.constrained.base_grammar_backend.BaseGrammarBackend.set_cache": (
+        "AFTER",
+        sampling.forget_grammars,
+    ),
     f"{_SCHEDULER}.can_schedule_lora_req": ("AROUND", adapters.count_admitted),
     f"{_UPDATER}.flush_cache_after_weight_update": ("BEFORE", retirement.retire),
     f"{_POLICY}.SchedulePolicy.calc_priority": ("AROUND", priority.order_queue),

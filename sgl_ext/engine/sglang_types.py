@@ -455,6 +455,13 @@ class OutputStreamer(Protocol):
     tree_cache: TreeCache
 
 
+@stands_for("sglang.srt.constrained.base_grammar_backend:BaseGrammarBackend")
+class GrammarBackend(Protocol):
+    cache: dict[tuple[str, str], Any]
+
+    def reset(self) -> None: ...
+
+
 @stands_for("sglang.srt.constrained.grammar_manager:GrammarManager")
 class GrammarManager(Protocol):
     def has_waiting_grammars(self) -> bool: ...

@@ -5,14 +5,18 @@ There a pattern can take minutes, in which no request of the engine goes on.
 
 A grammar in which nothing can be written allows no token, nor does one at its end together with
 `min_new_tokens`. Then no probability is a number, and the sampler's failure ends the scheduler.
+
+SGLang keeps every grammar that it has compiled, some with tens of megabytes.
 """
 
 from types import ModuleType
 from typing import Any
 
 from sgl_ext.engine.fields.patterns import LinearRegex
-from sgl_ext.engine.sglang_types import SamplingBatchInfo
+from sgl_ext.engine.sglang_types import GrammarBackend, SamplingBatchInfo
 
+MAX_GRAMMARS = 256
+"""Compiled grammars that a scheduler keeps."""
 _NAME = "re"
 
 
@@ -36,3 +40,16 @@ def allow_some_token(_: None, sampling: SamplingBatchInfo, logits: Any, *__: Any
     if sampling.grammars:
         is_none = logits.amax(dim=-1, keepdim=True) == float("-inf")
         logits.masked_fill_(is_none, 0.0)
+
+
+def forget_grammars(_: None, backend: GrammarBackend, *__: Any) -> None:
+    """After `BaseGrammarBackend.set_cache`: forgets all grammars when there are too many.
+
+    All ranks store the same grammars in the same order, so all forget them at once. Requests that
+    run have copies.
+    """
+    if len(backend.cache) > MAX_GRAMMARS:
+        backend.reset()
+        inner: GrammarBackend | None = getattr(backend, "grammar_backend", None)
+        if inner is not None:
+            inner.reset()
