@@ -86,7 +86,7 @@ class Target:
     def stalls(self, longer_than_s: float) -> float:
         """How often the loop's thread computed for longer than this, which is a bucket's bound."""
         name, page = "sgl_ext_event_loop_stall_seconds", self.page()
-        within = sample(page, f'{name}_bucket{{clock="cpu",le="{longer_than_s}"}}')
+        within = sample(page, f'{name}_bucket{{clock="cpu",le="{float(longer_than_s)}"}}')
         return sample(page, f'{name}_count{{clock="cpu"}}') - within
 
     def peak_kb(self) -> int:

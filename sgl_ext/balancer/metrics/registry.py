@@ -10,7 +10,7 @@ from sgl_ext.version import versions
 _TOKENS = (0, 16, 64, 256, 1024, 4096, 16384, 65536)
 _ANSWERS_S = (0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 25, 60, 120, 300, 600, 1800)
 _BETWEEN_TOKENS_S = (0.001, 0.0025, 0.005, 0.01, 0.015, 0.02, 0.03, 0.05, 0.075, 0.1, 0.25, 0.5, 1)
-_STALLS_S = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10)
+STALLS_S = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10)
 # A band of priorities begins at each of these and ends before the next one.
 _BANDS = (0, 1, 10)
 BANDS = tuple(map(str, (-1, *_BANDS)))
@@ -105,6 +105,15 @@ class Metrics(Page):
         )
         self.retries = counter(
             "retries", "Requests sent to another worker because an earlier one failed."
+        )
+        self.suspect_requests = counter(
+            "suspect_requests{result}",
+            "Requests that were suspected to have ended an engine, that were cleared or convicted "
+            "of it, and that were refused because such a request had been convicted.",
+        )
+        self.requests_on_trial = gauge(
+            "requests_on_trial",
+            "Requests that may have ended an engine, and wait until each is sent again alone.",
         )
         self.retries_rejected = counter(
             "retries_rejected",
@@ -302,7 +311,7 @@ class Metrics(Page):
             "event_loop_stall_seconds{clock}",
             "Time that the event loop stood still, by the wall clock, "
             "and how much of it the loop's own thread computed.",
-            _STALLS_S,
+            STALLS_S,
         )
         self.live_streams = gauge("live_streams", "Live streams of the state that are open now.")
         self.live_streams_dropped = counter(
