@@ -1,4 +1,4 @@
-"""What a process gives back to the system when it frees large buffers, in processes of their own."""
+"""What a process gives back to the system when it frees large buffers."""
 
 from __future__ import annotations
 
