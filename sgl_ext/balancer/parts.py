@@ -216,6 +216,7 @@ class Parts:
         return [
             ("connection_pools", self._sweep_pools),
             ("admission_queue", self._admission_queue.sweep),
+            ("trials", self.services.trials.sweep),
             ("key_file", self._reload_keys),
             ("engine_secret", self.services.reload_secret),
             ("settings", self.reloads.refresh),

@@ -11,7 +11,7 @@ import orjson
 import pytest
 from aiohttp import ClientSession, ClientTimeout, web
 
-from scheduler import silence
+from scheduler import silence, suspects
 from sgl_ext.balancer.routing import worker_probes
 from sgl_ext.protocols.registry import of_path
 from sgl_ext.requests.segments import read_chain
@@ -656,6 +656,7 @@ async def test_running_requests_continue_on_an_engine_that_refuses_connections(
 async def test_a_hanging_scheduler_is_detected_and_its_requests_go_elsewhere(
     start: Start, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(suspects, "LAST_WAIT_S", 0)
     monkeypatch.setattr(silence, "HANG_S", 0.3)
     monkeypatch.setattr(worker_probes, "_GENERATE_TIMEOUT", ClientTimeout(total=0.5))
     hangs = asyncio.Event()
@@ -748,6 +749,7 @@ async def test_followers_on_a_hanging_engine_go_elsewhere(
     start: Start, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Some wait for the prefix that another request computes, and were never sent."""
+    monkeypatch.setattr(suspects, "LAST_WAIT_S", 0)
     monkeypatch.setattr(silence, "HANG_S", 0.3)
     monkeypatch.setattr(worker_probes, "_GENERATE_TIMEOUT", ClientTimeout(total=0.5))
 
@@ -778,6 +780,7 @@ async def test_followers_on_a_hanging_engine_go_elsewhere(
 async def test_an_engine_hangs_that_answers_no_probe_or_says_so(
     start: Start, monkeypatch: pytest.MonkeyPatch, *, says_so: bool
 ) -> None:
+    monkeypatch.setattr(suspects, "LAST_WAIT_S", 0)
     monkeypatch.setattr(worker_probes, "_PROBE_TIMEOUT", ClientTimeout(total=0.1))
     hangs = asyncio.Event()
 

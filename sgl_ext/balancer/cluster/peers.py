@@ -60,10 +60,15 @@ class _Placed(msgspec.Struct, tag=True):
 
 
 class _State(msgspec.Struct, tag=True):
-    """The load that a process puts on each worker, by the worker's id, where there is any."""
+    """The load that a process puts on each worker, by the worker's id, where there is any.
+
+    refused: the requests that it refuses because they ended two engines, by their fingerprints, and
+        for how many seconds.
+    """
 
     loads: dict[str, Load]
     admin: AdminChanges
+    refused: dict[str, float] = {}
 
 
 _DECODER = msgspec.json.Decoder(_Placed | _State)
@@ -156,7 +161,8 @@ class Peers:
     def send_state(self) -> None:
         """Sends the loads and the admin API's changes. Call it every STATE_S."""
         self._sent = self._loads()
-        self._send(_State(self._sent, self.router.workers.admin))
+        refused = self.router.suspects.told(self.clock())
+        self._send(_State(self._sent, self.router.workers.admin, refused))
         self._add_up(self.router.workers.all)  # a silent peer's load is gone
 
     def _loads(self) -> dict[str, Load]:
@@ -237,6 +243,7 @@ class Peers:
                 )
             return
         self.router.workers.change(message.admin)
+        self.router.suspects.hear(message.refused, self.clock())
         before, loads = self._received.get(sender, {}), message.loads
         self._received[sender] = loads
         names = before.keys() | loads.keys()

@@ -6,7 +6,8 @@
                                                  until the first byte is sent to the client
 
 A request whose worker fails before the first byte of its response was sent is retried elsewhere.
-If it had been sent there, it may be the cause: so after MAX_LOST such failures it is not retried.
+If it had been sent there, it may be the cause: then it waits for its trial (`routing.trials`), and
+may be refused. After MAX_LOST such failures no request is retried.
 The retry budget limits only the retries of requests that an engine answered with 503.
 """
 
@@ -27,6 +28,7 @@ from sgl_ext.balancer.relay.prefill_leg import PrefillLeg, hand_over_line
 from sgl_ext.balancer.relay.services import Services
 from sgl_ext.balancer.reporting.request_spans import RequestSpans
 from sgl_ext.balancer.routing.attempts import NO_ROUTING, Attempt
+from sgl_ext.balancer.routing.trials import fingerprint_of
 from sgl_ext.balancer.routing.worker import Worker
 from sgl_ext.protocols.errors import BalancerError, internal_error, no_engine
 from sgl_ext.protocols.request_ids import new_request_id
@@ -40,8 +42,8 @@ from sgl_ext.requests.session import (
 )
 
 MAX_ATTEMPTS = 3
-# How many engines one request may take along.
-MAX_LOST = 2
+# How often a request may be at an engine that fails, although it was not found to be the cause.
+MAX_LOST = 4
 _REFUSED_LINE = b"%b: %b\r\n" % (SECRET_HEADER.encode(), REFUSED)
 _RETRY_LINE = b"%b: retry-%%d\r\n" % PURPOSE_HEADER.encode()
 _QUEUED_LINES = b"%b: %%.3f\r\n%b: %%.3f\r\n" % (
@@ -74,6 +76,9 @@ class Delivery(ABC):
     _attempts = 0
     _is_sent = False  # in this attempt
     _lost = 0  # attempts that were sent to a worker that failed
+    _on_trial = False
+    _fingerprint = ""  # if it was needed
+    waits_since_s: float | None = None
     _wait_reason = ""
     _queued_s = 0.0
     _spans: RequestSpans | None = None
@@ -125,15 +130,43 @@ class Delivery(ABC):
         if self._head.route is None:  # for the control plane
             self._connect()
             return
+        if not self._on_trial and self._is_run and not self._services.trials.admits(self):
+            return
         self._wait_reason = ""
         if self._spans is not None:
             self._spans.waits()
         if not self._services.admission_queue.place(self):
             self._wait_reason = "capacity"
 
+    @property
+    def _is_run(self) -> bool:
+        """Whether a scheduler runs the request, so that it could end one."""
+        return self.routing.runs or self.routing.warms
+
+    @property
+    def fingerprint(self) -> str:
+        """As of a `Suspect`."""
+        if not self._fingerprint:
+            tenant, body = self._head.tenant, self._request.body
+            self._fingerprint = fingerprint_of(tenant, self.routing, body)
+        return self._fingerprint
+
+    def release(self, *, on_trial: bool) -> None:
+        """Places the request, which waited for its trial."""
+        self._on_trial = on_trial
+        self._place()
+
+    def refuse(self, error: BalancerError) -> None:
+        """Answers the request in place of an engine."""
+        self._answer_error(error)
+
     def placed(self, attempt: Attempt) -> None:
         """Begins an attempt, after the prefix that it follows is computed."""
         services = self._services
+        if self._on_trial and not services.trials.may_send(self, attempt):
+            self._on_trial = False
+            services.router.attempts.fail(attempt, by_worker=False)
+            return
         self._attempt = self._last_attempt = attempt
         if self._spans is not None:
             self._spans.placed(attempt, self._wait_reason)
@@ -188,8 +221,10 @@ class Delivery(ABC):
         self._connecting = None
         self._connection = connection
         self._is_sent = True
-        if self._attempt is not None:
+        if self._attempt is not None and self._attempt.sent_s is None:
             self._attempt.sent_s = self._services.router.clock()
+            if self._on_trial:
+                self._services.trials.sent(self, self._attempt)
         head, body = self._head, self._request.body
         lines = self._pool.begin_of(head) + self._lines
         if self._attempts > 1:
@@ -219,7 +254,8 @@ class Delivery(ABC):
         """The prefill engine failed: the decode engine would wait for its KV."""
         if attempt is self._attempt and self._stage is BEFORE_FIRST_BYTE:
             attempt.worker.breaker.failed(time.monotonic(), answered=answered)
-            self._lost += not answered
+            if not answered:
+                self._note_loss(attempt.worker)
             self._disconnect()
             self._retry(f"prefill: {reason}", by_worker=False)
 
@@ -239,31 +275,42 @@ class Delivery(ABC):
         """The worker accepts no connections."""
         self._connecting = None
         if self._attempt is not None:
+            if self._is_sent:  # on a connection that broke before
+                self._note_loss(self._attempt.answerer)
             self._services.workers.mark(self._attempt.answerer, ready=False, cause=reason)
-        self._lost += self._is_sent  # on a connection that broke before
         self._retry(reason)
 
     def upstream_lost(self, reason: str) -> None:
         """The connection broke before the response was complete."""
         connection, self._connection = self._connection, None
         if self._stage is RELAYING:
+            self._note_loss()
             self._cut(reason)
         elif connection is not None and connection.reused and not connection.heard:
             # The worker closed an idle connection just when it was used, and is not to blame.
             self._connecting = self._pool.connect(self)
         else:
-            self._lost += 1
+            self._note_loss()
             self._retry(reason)
 
     def abandon(self, reason: str) -> None:
         """The worker will not answer, whether the request was sent to it, connects or waits for a
         prefix."""
         self._disconnect()
+        if self._is_sent:
+            self._note_loss()
         if self._stage is RELAYING:
             self._cut(reason)
         else:
-            self._lost += self._is_sent
             self._retry(reason)
+
+    def _note_loss(self, worker: Worker | None = None) -> None:
+        """The request was sent to a worker that failed: this one, or that of its attempt."""
+        self._lost += 1
+        self._on_trial = False
+        attempt = self._attempt
+        if attempt is not None and attempt.sent_s is not None and self._is_run:
+            self._services.trials.lost(self, worker or attempt.answerer, attempt.sent_s)
 
     def _is_refused(self, head: ResponseHead) -> bool:
         """Whether the worker refuses the balancer, and not the client; then the request is sent to
@@ -304,10 +351,10 @@ class Delivery(ABC):
         untried = self._services.router.any_available(self.tried, self.routing.only)
         if self._head.route is None:
             self._answer_error(internal_error())
-        elif self._lost >= MAX_LOST:
+        elif self._lost >= MAX_LOST or (self._lost and self._services.trials.refuses(self)):
             message = f"Engines failed {self._lost} times before they answered this request."
             self._answer_error(BalancerError(HTTPStatus.BAD_GATEWAY, message))
-        elif untried or self._attempts < MAX_ATTEMPTS:
+        elif untried or self._attempts < MAX_ATTEMPTS + self._lost:
             self._place()
         else:
             self.rejected(no_engine())
@@ -318,6 +365,7 @@ class Delivery(ABC):
         attempt, self._attempt = self._attempt, None
         if attempt is None:
             self._services.admission_queue.remove(self)
+            self._services.trials.remove(self)
         else:
             self._services.router.attempts.fail(attempt, by_worker=by_worker, answered=answered)
 

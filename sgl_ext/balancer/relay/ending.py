@@ -36,6 +36,8 @@ class Ending(Delivery):
             self._end_leg()
         attempt, self._attempt = self._attempt, None
         if attempt is not None:
+            if self._is_run:
+                self._services.trials.answered(self)
             usage = self._response.usage()
             if status < _SERVER_ERROR:
                 output_tokens = 0 if usage is None else usage.output_tokens or 0
@@ -93,6 +95,9 @@ class Ending(Delivery):
         """The client disconnected."""
         self._services.metrics.client_disconnects.inc()
         self._disconnect()
+        attempt = self._attempt
+        if attempt is not None and attempt.sent_s is not None and self._is_run:
+            self._services.trials.left(self, attempt.answerer, attempt.sent_s)
         status = None if self._stage is BEFORE_FIRST_BYTE else self._response.head.status
         self._keep(Outcome.DISCONNECTED, status)
         self._end_early(by_worker=False)

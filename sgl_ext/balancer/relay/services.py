@@ -33,6 +33,7 @@ from sgl_ext.balancer.routing.admission_queue import AdmissionQueue
 from sgl_ext.balancer.routing.readiness import Readiness
 from sgl_ext.balancer.routing.router import Router
 from sgl_ext.balancer.routing.standby_prefill import StandbyPrefill
+from sgl_ext.balancer.routing.trials import Trials
 from sgl_ext.balancer.routing.worker import Worker
 from sgl_ext.limits.bounds import LARGE_BODY_BYTES
 from sgl_ext.limits.byte_account import ByteAccount
@@ -98,6 +99,7 @@ class Services:
         self.sampled_log = SampledLog()
         self.context_guard = Guard("making a context", self.metrics.background_failed)
         self.cache_turns = CacheTurns(self.metrics, self.request_log.detector)
+        self.trials = Trials(self.router, lambda: self.admission_queue.timeout_s)
         self.standby_prefill = StandbyPrefill(self.router, self.metrics, self.session)
         settings = {
             "sort_tools": self.router.sort_tools,

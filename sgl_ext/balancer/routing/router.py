@@ -13,6 +13,7 @@ from typing import Any
 
 from scheduler.placing.placement import Placement, WorkerView, place
 from scheduler.placing.speeds import EVEN
+from scheduler.suspects import Suspects
 from sgl_ext.balancer.metrics.registry import Metrics
 from sgl_ext.balancer.routing.attempts import FOLLOW_TOKENS, Attempt, Attempts, RoutingRequest
 from sgl_ext.balancer.routing.candidates import Candidates, Fleet, allowed
@@ -49,6 +50,7 @@ class Router:
 
     def __post_init__(self) -> None:
         self.attempts = Attempts(self.prefixes, self.clock)
+        self.suspects = Suspects()
         self.fleet = Fleet(self.workers, self.attempts.sessions)
         self.homes = Homes(self.workers, self.attempts, self.fleet)
         sessions, tables = self.attempts.sessions, self.metrics.tables

@@ -78,6 +78,7 @@ class Worker:
     recent_prefill: tokens that it was given to prefill in the last seconds.
     publishes: whether it says that it publishes the prefixes that it holds.
     last_heard_s: when its scheduler last showed life, or got its first work after being idle.
+    unready_s: when it had last shown life, as it became unready at last; None if it never did.
     is_owing: a request left it without an answer, and it has shown no life since.
     left_tokens: the most that it had to compute for one of those.
     refuses_secret: its engine secret is another than this balancer's; it gets no requests.
@@ -143,6 +144,7 @@ class Worker:
         self.settings_number: int | None = None
         self.settings_fault = ""
         self.last_heard_s = 0.0
+        self.unready_s: float | None = None
         self.is_owing = False
         self.left_tokens = 0
         self.recovered_s: float | None = None
@@ -219,9 +221,19 @@ class Worker:
 
     def silent_s(self, now_s: float) -> float:
         """How long it has had work and shown no life; 0 if it has none or sends no events."""
-        sends_events = self.publishes or bool(self.report)
         has_work = self.in_flight > 0 or self.is_owing
-        return now_s - self.last_heard_s if sends_events and has_work else 0.0
+        return now_s - self.last_heard_s if self.sends_events and has_work else 0.0
+
+    @property
+    def sends_events(self) -> bool:
+        """Whether it shows life in events."""
+        return self.publishes or bool(self.report)
+
+    def stopped_s(self, now_s: float) -> float:
+        """When it last showed life. Of one that is not ready, when it did before that."""
+        if not self.ready and self.unready_s is not None:
+            return self.unready_s
+        return now_s - self.silent_s(now_s)
 
     @property
     def stalled_after_s(self) -> float:

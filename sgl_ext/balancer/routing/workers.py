@@ -61,6 +61,7 @@ class Workers(Collector):
     has_tiers: whether some have slower tiers.
     admin: what the admin API changed.
     on_leave: called with each worker that is removed or no longer ready.
+    on_found: called with each worker that a probe finds ready, and when the probe asked.
     """
 
     def __init__(
@@ -76,6 +77,7 @@ class Workers(Collector):
         self.model = ""
         self.admin = AdminChanges()
         self.on_leave: list[Callable[[Worker], None]] = []
+        self.on_found: list[Callable[[Worker, float], None]] = []
         self._metrics = metrics
         self._clock = clock
         self._slots = slots or Slots()
@@ -242,6 +244,7 @@ class Workers(Collector):
             worker.heard(self._clock())
         elif worker.ready and not ready:
             self._metrics.worker_outages.inc()
+            worker.unready_s = worker.stopped_s(self._clock())
             log.warning("engine unreachable", extra={**_named(worker), "cause": cause})
             worker.recovered_s = self._clock()
             self._left(worker)

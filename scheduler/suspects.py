@@ -1,0 +1,300 @@
+"""Which request ended an engine, and whether those that were there are sent again.
+
+    unknown --> seen --> suspected --> on trial --> cleared
+       |                    ^             |
+       +--------------------+             +--> refused, for REFUSED_S
+
+An engine that ends loses all of its requests, and one of them may be the cause. Those that came
+within SUSPECT_S of its end are suspected; any other one is seen, and suspected at the second end
+that it is there for. Who is not suspected is sent again at once. A suspect is sent again alone: one
+is on trial at a time, after SETTLE_S, and while another engine is there besides the one that the
+trial may end. It waits for that one for LAST_WAIT_S at most, and not at all once the engine is
+found ready: then only a connection broke, and who is convicted for that is pardoned.
+
+If the engine ends with it, it is the cause: it is refused, and the others there are not blamed. It
+is cleared by its answer, or by a sign of life of the engine after as long a time as the earlier
+engine lasted.
+
+A client may leave before the engine ends, and send the same again. So a case is that of a request's
+fingerprint, and not of one request, and what left an engine without an answer is suspected like
+what was there.
+
+A hang is an end, too. An engine that is silent ended with its last sign of life: a request that was
+sent later is no cause.
+"""
+
+from collections import OrderedDict, deque
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from enum import Enum
+
+SUSPECT_S = 1.0
+REFUSED_S = 300.0
+SETTLE_S = 0.25
+LAST_WAIT_S = 120.0
+# A trial lasts twice as long as the longest time that an engine lasted, within these bounds.
+_TRIAL_S = 1.0, 60.0
+# After that an engine that shows no life would have been found, so the request is cleared.
+MOST_TRIAL_S = 120.0
+# What is lost on an engine for so long after a trial ended it is not blamed, and for so long an
+# engine that ended counts as none that is there.
+ENDED_S = 10.0
+LIMIT = 4096
+# Requests that left one engine without an answer.
+MOST_LEFT = 64
+# Refused requests that are told to peers.
+MOST_TOLD = 64
+
+
+class Verdict(Enum):
+    """What becomes of a request."""
+
+    AGAIN = "it may be sent"
+    ALONE = "it may be sent when its trial begins"
+    REFUSED = "it ended two engines"
+
+
+AGAIN, ALONE, REFUSED = Verdict
+
+
+@dataclass(slots=True)
+class _Case:
+    """What is known of a fingerprint.
+
+    changed_s: when that changed. worker, ended_s: the last engine that ended with it, and when.
+    is_ended, has_lived: whether that engine was found to have ended, or to be ready.
+    longest_s: the longest time that an engine lasted with it.
+    """
+
+    changed_s: float
+    worker: str = ""
+    ended_s: float = float("-inf")
+    is_ended: bool = False
+    has_lived: bool = False
+    ends: int = 0
+    longest_s: float = 0.0
+    is_suspected: bool = False
+    refused_until_s: float = float("-inf")
+    is_ours: bool = False
+
+
+@dataclass(slots=True)
+class _Trial:
+    """worker: None until the request is sent."""
+
+    request: str
+    lasts_s: float
+    worker: str | None = None
+    sent_s: float = 0.0
+
+
+@dataclass(eq=False)
+class Suspects:
+    """The cases of one balancer process. Requests are named by their fingerprints, engines by their
+    ids. Times are seconds of one monotonic clock.
+
+    judged: called with "suspected", "cleared" or "convicted" when a request becomes that.
+    """
+
+    judged: Callable[[str], None] = lambda result: None
+    _cases: OrderedDict[str, _Case] = field(default_factory=OrderedDict, init=False)
+    _trial: _Trial | None = field(default=None, init=False)
+    _ended_s: dict[str, float] = field(default_factory=dict, init=False)
+    _gone_s: dict[str, float] = field(default_factory=dict, init=False)
+    _explained_s: dict[str, float] = field(default_factory=dict, init=False)
+    _left: dict[str, deque[tuple[str, float]]] = field(default_factory=dict, init=False)
+
+    def __len__(self) -> int:
+        return len(self._cases)
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether nothing is known of any request, so that none has to be asked for."""
+        return not self._cases
+
+    def standing(self, request: str, now_s: float) -> Verdict:
+        """Whether a request may be sent now."""
+        case = self._cases.get(request)
+        if case is None or now_s - case.changed_s >= REFUSED_S:
+            return AGAIN
+        if case.refused_until_s > now_s:
+            return REFUSED
+        return ALONE if case.is_suspected else AGAIN
+
+    # What happens to engines.
+
+    def lost(
+        self, request: str, worker: str, sent_s: float, stopped_s: float, now_s: float
+    ) -> Verdict:
+        """A request was at an engine that ended before it answered.
+
+        stopped_s: when the engine last showed life.
+        """
+        self._ended_s[worker] = now_s
+        trial = self._trial
+        if trial is not None and trial.worker is not None:
+            if trial.request == request:
+                self._convict(trial, worker, now_s)
+            elif trial.worker == worker:
+                return AGAIN
+        if (standing := self.standing(request, now_s)) is REFUSED:
+            return REFUSED
+        if now_s < self._explained_s.get(worker, now_s) or sent_s > stopped_s + SUSPECT_S:
+            return AGAIN if standing is AGAIN else ALONE
+        return self._blame(request, worker, sent_s, stopped_s, now_s)
+
+    def left(self, request: str, worker: str, sent_s: float) -> None:
+        """A client left an engine before the answer was complete."""
+        found = self._left.setdefault(worker, deque(maxlen=MOST_LEFT))
+        found.append((request, sent_s))
+
+    def ended(self, worker: str, stopped_s: float, now_s: float) -> None:
+        """An engine ended, whether a request was lost there or not."""
+        self._ended_s[worker] = self._gone_s[worker] = now_s
+        for case in self._cases.values():
+            if case.worker == worker and now_s - case.ended_s < ENDED_S:
+                case.is_ended = True
+        trial = self._trial
+        if trial is not None and trial.worker == worker:
+            self._convict(trial, worker, now_s)
+        left = self._left.pop(worker, ())
+        if now_s < self._explained_s.get(worker, now_s):
+            return
+        for request, sent_s in left:
+            if abs(stopped_s - sent_s) <= SUSPECT_S:
+                self._blame(request, worker, sent_s, stopped_s, now_s)
+
+    def lives(self, worker: str, since_s: float) -> None:
+        """An engine was found ready, by a question that was asked at `since_s`."""
+        if self._ended_s.get(worker, since_s) >= since_s:
+            return
+        del self._ended_s[worker]
+        for name, case in tuple(self._cases.items()):
+            if case.worker == worker and case.ended_s < since_s and not case.is_ended:
+                case.has_lived = True
+                if case.refused_until_s > since_s:
+                    del self._cases[name]
+
+    def has_ended(self, worker: str, now_s: float) -> bool:
+        """Whether an engine ended just now, though it may not be known everywhere."""
+        return now_s - self._ended_s.get(worker, float("-inf")) < ENDED_S
+
+    def _blame(
+        self, request: str, worker: str, sent_s: float, stopped_s: float, now_s: float
+    ) -> Verdict:
+        case = self._case(request, now_s)
+        if case.refused_until_s > now_s:
+            return REFUSED
+        if case.worker != worker or now_s - case.ended_s >= ENDED_S:  # it may be there twice
+            case.ends += 1
+        self._note_end(case, worker, now_s)
+        lasted_s = max(stopped_s - sent_s, 0.0)
+        case.longest_s = max(case.longest_s, lasted_s)
+        if not case.is_suspected and (lasted_s <= SUSPECT_S or case.ends >= 2):
+            case.is_suspected = True
+            self.judged("suspected")
+        return ALONE if case.is_suspected else AGAIN
+
+    def _note_end(self, case: _Case, worker: str, now_s: float) -> None:
+        case.worker, case.ended_s = worker, now_s
+        case.is_ended, case.has_lived = worker in self._gone_s, False
+
+    def _case(self, request: str, now_s: float) -> _Case:
+        case = self._cases.get(request)
+        if case is None or now_s - case.changed_s >= REFUSED_S:
+            case = self._cases[request] = _Case(now_s)
+            if len(self._cases) > LIMIT:
+                self._cases.popitem(last=False)
+        case.changed_s = now_s
+        self._cases.move_to_end(request)
+        return case
+
+    def _convict(self, trial: _Trial, worker: str, now_s: float) -> None:
+        self._trial = None
+        case = self._case(trial.request, now_s)
+        case.refused_until_s, case.is_ours = now_s + REFUSED_S, True
+        self._note_end(case, worker, now_s)
+        self._explained_s[worker] = now_s + ENDED_S
+        self.judged("convicted")
+
+    # Trials.
+
+    def may_begin(self, request: str, waited_s: float, others: int) -> bool:
+        """Whether a suspect's trial may begin.
+
+        waited_s: how long it has waited. others: engines that would be left if one ended.
+        """
+        if self._trial is not None or waited_s < SETTLE_S:
+            return False
+        case = self._cases.get(request)
+        has_lived = case is not None and case.has_lived
+        return others > 0 or has_lived or waited_s >= LAST_WAIT_S
+
+    def begin(self, request: str) -> None:
+        """A suspect's trial begins. It will be sent, or `gives_up`."""
+        assert self._trial is None, "one trial at a time"
+        case = self._cases.get(request)
+        shortest_s, longest_s = _TRIAL_S
+        lasted_s = 0.0 if case is None else case.longest_s
+        self._trial = _Trial(request, min(max(2 * lasted_s, shortest_s), longest_s))
+
+    def sent(self, request: str, worker: str, now_s: float) -> None:
+        """A request was sent, on trial or not."""
+        trial = self._trial
+        if trial is not None and trial.request == request:
+            trial.worker, trial.sent_s = worker, now_s
+
+    def gives_up(self, request: str) -> None:
+        """A request is not sent after all, or not yet. It stays what it is."""
+        trial = self._trial
+        if trial is not None and trial.request == request and trial.worker is None:
+            self._trial = None
+
+    def answered(self, request: str) -> None:
+        """An engine has answered a request, so it ends none."""
+        trial, case = self._trial, self._cases.get(request)
+        if trial is not None and trial.request == request:
+            self._trial = None
+        if case is not None and case.refused_until_s == float("-inf"):
+            del self._cases[request]
+            if case.is_suspected:
+                self.judged("cleared")
+
+    def pass_time(self, now_s: float, heard_s: Callable[[str], float | None]) -> None:
+        """Clears the suspect whose trial has lasted for long enough, and forgets old cases. Call it
+        periodically.
+
+        heard_s: when an engine last showed life; None if it never says.
+        """
+        trial = self._trial
+        if trial is not None and trial.worker is not None:
+            enough_s, last_s = trial.sent_s + trial.lasts_s, heard_s(trial.worker)
+            shown_s = now_s if last_s is None else last_s
+            if shown_s >= enough_s or now_s >= trial.sent_s + MOST_TRIAL_S:
+                self.answered(trial.request)
+        while self._cases and now_s - next(iter(self._cases.values())).changed_s >= REFUSED_S:
+            self._cases.popitem(last=False)
+        self._ended_s = {w: at for w, at in self._ended_s.items() if now_s - at < ENDED_S}
+        self._gone_s = {w: at for w, at in self._gone_s.items() if now_s - at < ENDED_S}
+        self._explained_s = {w: until for w, until in self._explained_s.items() if now_s < until}
+        for worker, left in tuple(self._left.items()):
+            if now_s - left[-1][1] >= REFUSED_S:
+                del self._left[worker]
+
+    # Peers.
+
+    def told(self, now_s: float) -> dict[str, float]:
+        """The requests that were convicted here, and for how long each is refused; of many, the
+        latest."""
+        found: dict[str, float] = {}
+        for request, case in reversed(self._cases.items()):
+            if case.is_ours and case.refused_until_s > now_s and len(found) < MOST_TOLD:
+                found[request] = case.refused_until_s - now_s
+        return found
+
+    def hear(self, told: dict[str, float], now_s: float) -> None:
+        """Refuses what a peer convicted."""
+        for request, left_s in told.items():
+            if self.standing(request, now_s) is not REFUSED:
+                case = self._case(request, now_s)
+                case.refused_until_s = now_s + min(left_s, REFUSED_S)
