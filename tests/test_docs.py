@@ -38,13 +38,6 @@ def test_every_link_of_a_page_leads_somewhere(page: Path) -> None:
             assert anchor in {_anchor(heading) for heading in headings}, target
 
 
-def test_a_request_passes_no_more_than_forty_files() -> None:
-    """The promise of the walk in docs/architecture.md: a newcomer can read all of it."""
-    text = (ROOT / "docs/architecture.md").read_text()
-    walk = text[text.index("## The life of a request") : text.index("## Detours")]
-    assert 20 < len(set(re.findall(r"`([\w/]+\.py)`", walk))) <= 40
-
-
 def _exists(path: str) -> bool:
     places = (ROOT / package / path for package in _PACKAGES)
     return any(place.exists() or place.with_suffix(".py").exists() for place in places)
