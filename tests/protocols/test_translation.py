@@ -211,6 +211,44 @@ def test_the_input_of_a_call_in_the_history_becomes_an_object(
     assert counts == {"tool_use_input": 1}
 
 
+BROKEN = [
+    ("", "{}"),
+    (" ", "{}"),
+    (None, "{}"),
+    ("null", "{}"),
+    ("[1, 2]", '{"input": [1, 2]}'),
+    ([1], '{"input": [1]}'),
+    ("7", '{"input": 7}'),
+    ('"x"', '{"input": "x"}'),
+    ('{"path": ', '{"input": "{\\"path\\": "}'),
+    ('{"a": 1}}', '{"input": "{\\"a\\": 1}}"}'),
+    ("rm -rf /", '{"input": "rm -rf /"}'),
+    ('{"a": NaN, "b": -1e999}', '{"a": "NaN", "b": "-1e999"}'),
+]
+
+
+@pytest.mark.parametrize(("written", "object_of"), BROKEN)
+def test_arguments_that_a_model_broke_come_back_as_an_object(written: Any, object_of: str) -> None:
+    function = {"name": "f", "arguments": written}
+    call = {"id": "c", "type": "function", "function": function}
+    chat = translate(
+        of_path(CHAT), {"messages": [{"role": "assistant", "tool_calls": [call]}]}, TEXT_ONLY
+    )
+    (made,) = chat.body["messages"][0]["tool_calls"]
+    assert made == {**call, "function": {**function, "arguments": object_of}}
+    assert chat.counts == {"call_arguments": 1}
+    item = {"type": "function_call", "call_id": "c", "name": "f", "arguments": written}
+    response = translate(of_path("/v1/responses"), {"input": [item]}, TEXT_ONLY)
+    assert response.body["input"] == [{**item, "arguments": object_of}]
+
+
+def test_arguments_that_are_an_object_stay_as_they_were_written() -> None:
+    for written in ('{ "a":1.0 }', {"a": [1]}):
+        call = {"id": "c", "type": "function", "function": {"name": "f", "arguments": written}}
+        body = {"messages": [{"role": "assistant", "tool_calls": [call]}]}
+        assert translate(of_path(CHAT), body, TEXT_ONLY).body is body
+
+
 def test_the_older_name_of_the_output_format_is_accepted() -> None:
     form = {"type": "json_schema", "schema": {"const": 1}}
     body, counts = messages(output_format=form, output_config={"effort": "low"})

@@ -1,11 +1,8 @@
 """Rewrites bodies of `/v1/messages`, as Claude Code and Anthropic's SDKs send them."""
 
 from collections.abc import Callable
-from contextlib import suppress
 from functools import partial
 from typing import Any
-
-import orjson
 
 from sgl_ext.protocols.translation.client_tools import plain_tool
 from sgl_ext.protocols.translation.late_tools import (
@@ -14,6 +11,7 @@ from sgl_ext.protocols.translation.late_tools import (
     REMOVAL,
     LateTools,
 )
+from sgl_ext.requests.call_arguments import object_of
 from sgl_ext.requests.canonical import are_searched
 from sgl_ext.requests.protocol import Json, Model, listed, objects
 from sgl_ext.requests.rewriting import (
@@ -189,12 +187,7 @@ def _call(block: Json, counts: Counts) -> Json:
     if isinstance(given, dict):
         return block
     counts["tool_use_input"] += 1
-    if isinstance(given, str):
-        with suppress(orjson.JSONDecodeError):
-            given = orjson.loads(given) if given else {}
-    if not isinstance(given, dict):
-        given = {} if given is None else {"input": given}
-    return {**block, "input": given}
+    return {**block, "input": object_of(given)}
 
 
 def _document(block: Json, model: Model) -> Json:

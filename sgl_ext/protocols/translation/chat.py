@@ -5,10 +5,12 @@ from typing import Any
 
 from sgl_ext.protocols.translation.late_tools import LateTools
 from sgl_ext.protocols.translation.tool_choice import with_allowed_tools
+from sgl_ext.requests.call_arguments import is_object, text_of
 from sgl_ext.requests.protocol import Json, Model, listed
 from sgl_ext.requests.rewriting import (
     DROPPED,
     Counts,
+    altered,
     as_json,
     edited,
     kind_of,
@@ -69,9 +71,12 @@ def _as_now(message: Json, counts: Counts) -> Json:
     elif message.get("role") == "function":
         counts["function_call"] += 1
         edits |= {"role": "tool", "tool_call_id": _id_of(message.get("name"))}
-    calls = listed(message.get("tool_calls"))
+    calls = listed(edits.get("tool_calls", message.get("tool_calls")))
     if any(kind_of(call) == "custom" for call in calls):
-        edits["tool_calls"] = [_function_call(call, counts) for call in calls]
+        calls = [_function_call(call, counts) for call in calls]
+    read = altered(calls, partial(_with_object, counts=counts))
+    if read and read is not message.get("tool_calls"):
+        edits["tool_calls"] = read
     if not message.get("content"):
         if isinstance(refusal := message.get("refusal"), str) and refusal:
             counts["refusal"] += 1
@@ -96,6 +101,18 @@ def _function_call(call: Any, counts: Counts) -> Any:
     arguments = as_json({"input": custom.get("input")})
     function = {"name": custom.get("name"), "arguments": arguments}
     return {"id": call.get("id"), "type": "function", "function": function}
+
+
+def _with_object(call: Any, counts: Counts) -> Any:
+    """A call whose arguments are the text of an object: SGLang rejects any other."""
+    function = call.get("function") if isinstance(call, dict) else None
+    if not isinstance(function, dict):
+        return call
+    given = function.get("arguments")
+    if isinstance(given, dict) or is_object(given):
+        return call
+    counts["call_arguments"] += 1
+    return {**call, "function": {**function, "arguments": text_of(given)}}
 
 
 def _part(part: Any, model: Model, counts: Counts) -> Any:

@@ -10,6 +10,7 @@ from sgl_ext.protocols.translation.response_tools import (
     with_offered_tools,
 )
 from sgl_ext.protocols.translation.tool_choice import called_name, with_allowed_tools
+from sgl_ext.requests.call_arguments import is_object, text_of
 from sgl_ext.requests.next_turn import CALL_OUTPUTS
 from sgl_ext.requests.protocol import Json, Model
 from sgl_ext.requests.rewriting import (
@@ -135,6 +136,7 @@ def _item(item: Any, model: Model, counts: Counts, late: LateTools) -> Any:
     if kind is None or kind in _KNOWN_ITEMS:
         return with_items(item, "content", part) if kind != "reasoning" else item
     if kind in CALL_OUTPUTS:
+        item = _with_object(item, counts) if kind == "function_call" else item
         if model.takes_namespaces or not isinstance(item.get("namespace"), str):
             return item
         return edited(item, {"name": called_name(item, model), "namespace": DROPPED})
@@ -165,6 +167,15 @@ def _item(item: Any, model: Model, counts: Counts, late: LateTools) -> Any:
         return {"role": "assistant", "content": text + readable(item)}
     counts[kind if kind in _LEFT_OUT else "unknown_item"] += 1
     return DROPPED
+
+
+def _with_object(item: Json, counts: Counts) -> Json:
+    """A call whose arguments are the text of an object: SGLang leaves any other out."""
+    given = item.get("arguments")
+    if "arguments" not in item or is_object(given):
+        return item
+    counts["call_arguments"] += 1
+    return edited(item, {"arguments": text_of(given)})
 
 
 def _part(part: Any, model: Model, counts: Counts) -> Any:
