@@ -91,7 +91,7 @@ report: setup
 	$(PYTHON) -m bench.report $(REPORT)
 
 pure: setup
-	$(PYTHON) -m pytest -n $(TEST_PROCESSES) -m "not engine and not long" --hypothesis-profile=quick
+	$(PYTHON) -m pytest -n $(TEST_PROCESSES) -m "not engine and not long and not slow" --hypothesis-profile=quick
 
 lint: setup
 	$(VENV)/bin/ruff check .
