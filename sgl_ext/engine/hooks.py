@@ -27,6 +27,7 @@ from sgl_ext.engine.http import (
     request_hook,
     template_facts,
     translation,
+    window,
 )
 from sgl_ext.engine.middleware import faults
 from sgl_ext.engine.middleware.secret import send_secret
@@ -76,6 +77,16 @@ def _followed(around: Callable[..., Any], after: Callable[..., Any]) -> Callable
     return hook
 
 
+def _each(*hooks: Callable[..., None]) -> Callable[..., None]:
+    """Hooks before one symbol as one, in this order."""
+
+    def hook(*args: Any, **kw: Any) -> None:
+        for each in hooks:
+            each(*args, **kw)
+
+    return hook
+
+
 _MANAGERS = "sglang.srt.managers"
 _SCHEDULER = f"{_MANAGERS}.scheduler.Scheduler"
 _POLICY = f"{_MANAGERS}.schedule_policy"
@@ -118,7 +129,10 @@ _MAIN_HOOKS: dict[str, Hook] = {
     f"{_GENERATION}.regenerate_rid": ("AROUND", request_names.keep_id),
     f"{_GENERATION}.normalize_batch_and_arguments": ("BEFORE", field_ranges.check_batch),
     f"{_EMBEDDING}.normalize_batch_and_arguments": ("BEFORE", field_ranges.check_batch),
-    f"{_TOKENIZER}._validate_one_request": ("BEFORE", field_ranges.check_prompt),
+    f"{_TOKENIZER}._validate_one_request": (
+        "BEFORE",
+        _each(window.check_length, field_ranges.check_prompt),
+    ),
     f"{_TOKENIZER}._create_tokenized_object": ("AROUND", field_ranges.check_sent),
     f"{_CHAT}._convert_to_internal_request": ("AROUND", pin_placement.place_pins),
     f"{_CHAT}._apply_jinja_template": (

@@ -13,6 +13,7 @@ from sgl_ext.engine.arguments import caches, in_effect
 from sgl_ext.engine.core.counters import background_failed, counter
 from sgl_ext.engine.core.folder import Outbox
 from sgl_ext.engine.core.request_context import context_in, current_dry_run
+from sgl_ext.engine.http import window
 from sgl_ext.engine.http.event_broadcaster import PATH
 from sgl_ext.engine.http.extension import HttpExtension, install, installed
 from sgl_ext.engine.http.gauges import gauging
@@ -83,6 +84,7 @@ def extend(server_args: ServerArgs, *_: Any, **__: Any) -> None:
                 await stack.enter_async_context(broadcaster.listening())
             state = await stack.enter_async_context(original(application))
             manager = sglang_api.get_global_state().tokenizer_manager
+            window.announce(manager)
             log_template(application)
             async with extension.serving(application, manager), gauging(extension):
                 log_limits(application)

@@ -49,6 +49,7 @@ class TokenizerManager(Protocol):
     mm_processor: Any
     is_generation: bool
     max_req_input_len: int
+    allow_auto_truncate: bool
     enable_lora: bool
     enable_priority_scheduling: bool
     gracefully_exit: bool

@@ -11,6 +11,8 @@ from typing import Any, NamedTuple
 
 import orjson
 
+from sgl_ext.engine.middleware import context_length
+from sgl_ext.engine.middleware.context_length import too_long
 from sgl_ext.protocols.anthropic import ANTHROPIC
 from sgl_ext.requests.places import value_at
 from sgl_ext.requests.protocol import ErrorShape, Protocol
@@ -25,18 +27,9 @@ _FILE = re.compile(
 )
 _WORD = re.compile(r"[a-z_][a-z0-9_]*\Z")
 _TYPES = frozenset({"body", "str", "list", "dict", "int", "float", "bool"})
-_LONG_PROMPT = re.compile(
-    r"The input \((\d+) tokens\) is longer than the model's context length \((\d+)"
-)
-_TOO_MUCH = re.compile(
-    r"maximum context length of (\d+) tokens\. You requested a total of \d+ tokens: "
-    r"(\d+) tokens from the input messages and (\d+) tokens"
-)
 _NO_GRAMMAR = re.compile(r"^Failed to compile (\w+) grammar: ")
 _OWN_FIELDS = ("regex", "ebnf")
-_NO_MEMORY = "exceeds the KV memory budget"
 INTERNAL = "Internal server error"
-TOO_LONG = "context_length_exceeded"
 
 
 class EngineError(NamedTuple):
@@ -49,8 +42,8 @@ class EngineError(NamedTuple):
     @property
     def code(self) -> str | None:
         """OpenAI's name for it, if it has one."""
-        if _anthropic_words(self.message) != self.message:
-            return TOO_LONG
+        if too_long(self.message) is not None:
+            return context_length.CODE
         return "model_not_found" if self.status == 404 and self.param == "model" else None
 
 
@@ -91,8 +84,8 @@ def exposes_internals(body: bytes) -> bool:
 def shaped(shape: ErrorShape, error: EngineError, request_id: str) -> bytes:
     """The JSON body of an error in a protocol's shape."""
     message = error.message
-    if shape is ANTHROPIC.errors:
-        message = _anthropic_words(message)
+    if (found := too_long(message)) is not None:
+        message = found.anthropic if shape is ANTHROPIC.errors else found.openai
     return shape.body(error.status, message, request_id, error.code, error.param)
 
 
@@ -148,24 +141,12 @@ def failed_event(data: bytes) -> bytes:
         return data
     found = EngineError(400, scrubbed(400, str(error.get("message") or "")))
     code = found.code or error.get("code") or "server_error"
-    document["response"]["error"] = {"code": code, "message": found.message}
+    long = too_long(found.message)
+    message = found.message if long is None else long.openai
+    document["response"]["error"] = {"code": code, "message": message}
     return b"%b\ndata: %b\n\n" % (head, orjson.dumps(document))
 
 
 def _is_field(step: Any) -> bool:
     """Whether a step of pydantic's path to an error names a field, and not one of its types."""
     return isinstance(step, int) or (bool(_WORD.match(str(step))) and step not in _TYPES)
-
-
-def _anthropic_words(message: str) -> str:
-    """A message in Anthropic's words if prompt and answer together are too long for the model."""
-    if found := _LONG_PROMPT.search(message):
-        return f"prompt is too long: {found[1]} tokens > {found[2]} maximum"
-    if found := _TOO_MUCH.search(message):
-        return (
-            f"input length and `max_tokens` exceed context limit: {found[2]} + {found[3]} > "
-            f"{found[1]}, decrease input length or `max_tokens` and try again"
-        )
-    if _NO_MEMORY in message:
-        return f"prompt is too long: {message}"
-    return message
