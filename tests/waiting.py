@@ -7,8 +7,11 @@ from collections.abc import Callable
 
 import pytest
 
+HANG_S = 300
+"""When a wait counts as a hang: on no machine does what a test waits for take so long."""
 
-def until(condition: Callable[[], bool], limit_s: int = 300) -> None:
+
+def until(condition: Callable[[], bool], limit_s: int = HANG_S) -> None:
     """Returns once the condition holds; the limit is for a hang."""
     for _ in range(20 * limit_s):
         if condition():

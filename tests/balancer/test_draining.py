@@ -12,6 +12,7 @@ import pytest
 from sgl_ext.balancer.server import Balancer
 from tests.balancer.conftest import Connect, Serve
 from tests.balancer.wire import Raw, Wire, request, sse, until
+from tests.waiting import HANG_S
 
 EVENT = b'data: {"n": 1}\n\n'
 
@@ -22,7 +23,7 @@ async def draining(balancer: Balancer) -> AsyncIterator[None]:
     stopping = asyncio.create_task(balancer.stop())
     await until(lambda: balancer.draining)
     yield
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(HANG_S):
         await stopping
 
 

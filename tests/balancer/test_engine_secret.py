@@ -13,6 +13,7 @@ from aiohttp import ClientSession, web
 
 from sgl_ext.requests.session import SECRET_HEADER
 from tests.balancer.conftest import Engine, Start
+from tests.waiting import HANG_S
 
 OLD, NEW = "old-0123456789abcdef", "new-0123456789abcdef"
 BODY = {"model": "m", "messages": [{"role": "user", "content": "hello"}]}
@@ -49,7 +50,7 @@ def write(file: Path, text: str) -> None:
 
 
 async def until(condition: Callable[[], object]) -> None:
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(HANG_S):
         while not condition():  # noqa: ASYNC110 - when is decided by the balancer's intervals
             await asyncio.sleep(0.005)
 
@@ -61,7 +62,7 @@ async def workers(client: ClientSession) -> list[dict[str, Any]]:
 
 
 async def until_ready(client: ClientSession, *ready: bool) -> None:
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(HANG_S):
         while [w["ready"] for w in await workers(client)] != list(ready):  # noqa: ASYNC110
             await asyncio.sleep(0.005)
 

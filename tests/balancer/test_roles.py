@@ -11,6 +11,7 @@ from aiohttp import ClientSession, web
 
 from tests.balancer.admin.test_live_state import repeated
 from tests.balancer.conftest import Engine, Start
+from tests.waiting import HANG_S
 
 Answer = Callable[[web.Request], Awaitable[web.StreamResponse]]
 PATH = "/v1/chat/completions"
@@ -181,7 +182,7 @@ async def test_an_answer_that_ends_early_ends_the_prefill(start: Start) -> None:
 
     client = await start(Role("prefill 1", compute), Role("decode", reject))
     assert (await chat(client))[0] == 400
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(HANG_S):
         await left.wait()
     assert set((await loads(client)()).values()) == {0}
 

@@ -9,6 +9,7 @@ from typing import Any
 
 from sgl_ext.balancer.server import Balancer
 from sgl_ext.settings.schema import BalancerSettings
+from tests.waiting import HANG_S
 
 PATH = b"/v1/messages"
 
@@ -43,7 +44,7 @@ def sse(*events: bytes, end: bytes = b"0\r\n\r\n") -> list[bytes]:
 
 async def until(condition: Callable[[], object]) -> None:
     """Lets the loop run until the condition holds."""
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(HANG_S):
         while not condition():  # noqa: ASYNC110 - what is awaited has no event of its own
             await asyncio.sleep(0)
 

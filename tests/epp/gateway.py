@@ -15,6 +15,7 @@ from sgl_ext.epp.envoy_api import ProcessingRequest, ProcessingResponse
 from sgl_ext.epp.messages import DESTINATION, FULL_DUPLEX_STREAMED, METHOD
 from sgl_ext.epp.picker import EndpointPicker
 from sgl_ext.settings.schema import PickerSettings
+from tests.waiting import HANG_S
 
 CHAT = "/v1/chat/completions"
 MESSAGES = "/v1/messages"
@@ -140,7 +141,7 @@ class Asked:
 
     async def told(self) -> Any:
         """The picker's next message."""
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(HANG_S):
             message = await self.call.read()
         assert message is not grpc.aio.EOF, "the picker has ended the stream"
         return message

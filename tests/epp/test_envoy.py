@@ -19,6 +19,7 @@ from tests.balancer.conftest import Answer, Engine
 from tests.balancer.wire import until
 from tests.epp.conftest import Listen
 from tests.epp.gateway import CHAT, MESSAGES, Picker, running_picker
+from tests.waiting import HANG_S
 
 pytestmark = [pytest.mark.installs, pytest.mark.long]
 
@@ -113,7 +114,7 @@ async def begin(envoy: Ports, listen: Listen) -> AsyncIterator[Begin]:
 
 async def _connected(client: ClientSession) -> None:
     """Envoy may still find the picker's port closed: it tries again after a moment."""
-    async with asyncio.timeout(30):
+    async with asyncio.timeout(HANG_S):
         while True:
             async with client.get("/not-for-gateways") as answer:
                 if answer.status == 404:
@@ -323,7 +324,7 @@ async def test_a_client_that_leaves_ends_its_request_at_the_engine(begin: Begin)
     assert setting.picker.in_flight[0] == 1
     asked.cancel()
     await until(lambda: sum(setting.picker.in_flight) == 0)
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(HANG_S):
         await cancelled.wait()
 
 

@@ -24,6 +24,7 @@ from tests.balancer.conftest import Engine
 from tests.balancer.wire import until
 from tests.epp.conftest import Ask, Listen, Pick
 from tests.epp.gateway import CHAT, MESSAGES, Asked, Picker, running_picker
+from tests.waiting import HANG_S
 
 HIDDEN = (FULL_DUPLEX_STREAMED, NONE)
 RESPONSES = "/v1/responses"
@@ -323,7 +324,7 @@ async def under_way(picker: Picker, asked: Asked) -> None:
 
 async def ended(asked: Asked) -> grpc.StatusCode:
     """Reads on until the picker ends the stream; returns its status."""
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(HANG_S):
         with suppress(grpc.aio.AioRpcError):
             while await asked.call.read() is not grpc.aio.EOF:
                 pass
@@ -599,7 +600,7 @@ async def test_health_follows_the_engines(ask: Ask, listen: Listen) -> None:
         assert (await watched.read()).status == health_pb2.HealthCheckResponse.SERVING
         (worker,) = picker.balancer.services.workers.all
         worker.draining = True
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(HANG_S):
             changed = await watched.read()
         assert changed.status == health_pb2.HealthCheckResponse.NOT_SERVING
         found = await stub.Check(health_pb2.HealthCheckRequest(service="liveness"))

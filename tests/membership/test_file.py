@@ -11,6 +11,7 @@ import pytest
 from sgl_ext.membership import file
 from sgl_ext.membership.file import WatchedFile, write_members
 from sgl_ext.membership.member import Member, MembershipError
+from tests.waiting import HANG_S
 
 ONE = Member(id="1", url="http://a:1", model="m", labels={"rack": "4"})
 TWO = Member(id="2", url="http://b:1", state="draining")
@@ -30,7 +31,7 @@ async def test_a_changed_file_is_read_again(tmp_path: Path) -> None:
     write_members(path, (ONE, TWO))
     assert path.stat().st_mode & 0o777 == 0o600
     lists = watched(path).lists()
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(HANG_S):
         assert await anext(lists) == (ONE, TWO)
         write_members(path, (TWO,))
         assert await anext(lists) == (TWO,)

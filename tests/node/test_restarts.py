@@ -18,6 +18,7 @@ from sgl_ext.node.restart_order import Order, RestartRefused, plan_restart, read
 from sgl_ext.node.restarts import Restart, Restarts
 from sgl_ext.node.stages import StartLog
 from sgl_ext.settings.schema import BalancerSettings, LaunchSettings, SettingsError
+from tests.waiting import HANG_S
 
 OLD, NEW = "org/old", "org/new"
 SETTINGS = LaunchSettings(
@@ -156,7 +157,7 @@ class FakeNode:
         """The restart of an order, once it has ended."""
         begun = await self.restarts.begin(Order(**order))
         assert self.restarts._task is not None
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(HANG_S):
             await self.restarts._task
         assert not self.paused
         assert not self.listed.restarting

@@ -13,6 +13,7 @@ from rich.console import Console
 from sgl_ext.launch import drain
 from sgl_ext.node.child import Child
 from sgl_ext.output import LossyStream
+from tests.waiting import HANG_S
 
 # A process that ends at the second SIGTERM.
 DRAINS = """
@@ -37,7 +38,7 @@ async def started(name: str, folder: Path) -> Child:
 
 async def until(child: Child, line: str) -> None:
     """Returns once the child's log ends with the line."""
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(HANG_S):
         while child.last_lines(1) != [line]:  # noqa: ASYNC110 - it happens in another process
             await asyncio.sleep(0.01)
 
@@ -50,7 +51,7 @@ async def test_a_second_signal_ends_a_node_that_drains_and_says_so(tmp_path: Pat
     await until(balancer, "signal")
     assert (balancer.exit_code, engine.exit_code) == (None, None)
     hurry.set()
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(HANG_S):
         await draining
     assert balancer.exit_code == 0
     assert engine.exit_code is not None

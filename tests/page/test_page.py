@@ -11,6 +11,7 @@ import pytest
 from sgl_ext.balancer.admin import live_state
 from tests.page.conftest import OpenWindow
 from tests.page.fake_node import FakeEngine, fake_node, load, pin
+from tests.waiting import HANG_S
 
 expect = pytest.importorskip("playwright.async_api", reason="it is in the extra dev").expect
 pytestmark = [pytest.mark.long, pytest.mark.asyncio(loop_scope="module")]
@@ -271,7 +272,7 @@ async def test_nobody_who_looks_is_no_stream(window: OpenWindow) -> None:
         assert node.streams() == 1
         for is_hidden, streams in ((True, 0), (False, 1)):
             await opened.page.evaluate(HIDE, is_hidden)
-            async with asyncio.timeout(10):
+            async with asyncio.timeout(HANG_S):
                 while node.streams() != streams:  # noqa: ASYNC110 - it has no event
                     await asyncio.sleep(0.01)
 

@@ -18,6 +18,7 @@ from sgl_ext.protocols import routes
 from sgl_ext.settings.schema import Tenant
 from tests.balancer.conftest import Connect, Engine, Serve, Start
 from tests.balancer.wire import Raw
+from tests.waiting import HANG_S
 
 MESSAGES, CHAT = "/v1/messages", "/v1/chat/completions"
 BODY = {"model": "m", "messages": [{"role": "user", "content": "Hello"}]}
@@ -203,7 +204,7 @@ async def test_a_tenant_sees_only_its_own_pins(start: Start, some_keys: Keys) ->
         async with client.get("/v1/pins", headers={**bearer(key), **headers}) as answer:
             return [row["owner"] for row in (await answer.json())["pins"]]
 
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(HANG_S):
         while not await shown(some_keys.operator):
             pass
     assert await shown(some_keys.operator) == ["alice", "bob", ""]

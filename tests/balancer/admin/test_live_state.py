@@ -17,6 +17,7 @@ from sgl_ext.balancer.admin.live_state import MOST_STREAMS
 from sgl_ext.balancer.cluster.launcher import Launcher
 from tests.balancer.conftest import Connect, Engine, Serve, Start
 from tests.balancer.wire import Raw, connected
+from tests.waiting import HANG_S
 
 HEX = "0123456789abcdef" * 2
 LOAD = {
@@ -74,7 +75,7 @@ T = TypeVar("T")
 
 async def repeated(ask: Callable[[], Awaitable[T]], is_wanted: Callable[[T], object]) -> T:
     """The first answer that is wanted."""
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(HANG_S):
         while not is_wanted(answer := await ask()):  # noqa: ASYNC110 - it has no event
             await asyncio.sleep(0.01)
     return answer
@@ -263,6 +264,6 @@ async def test_a_drain_is_told_and_does_not_wait_for_a_stream(
     wire = await connect(balancer)
     wire.writer.write(b"GET /sgl_ext/live HTTP/1.1\r\n\r\n")
     await wire.reader.readuntil(b'"status":"ok"')
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(HANG_S):
         await balancer.stop()
     assert b'"status":"draining"' in await wire.rest()

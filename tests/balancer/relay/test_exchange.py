@@ -13,6 +13,7 @@ from sgl_ext.balancer.relay.exchange import Exchange
 from sgl_ext.requests.session import QUEUED_HEADER, WINDOW_HEADER
 from sgl_ext.settings.schema import BalancerSettings
 from tests.balancer.conftest import Engine, Start
+from tests.waiting import HANG_S
 
 EVENT = b'data: {"n": 1}\n\n'
 PATHS = ["/v1/messages", "/v1/chat/completions", "/v1/responses", "/generate"]
@@ -89,7 +90,7 @@ async def test_an_engine_learns_from_the_balancer_alone_how_long_a_request_waite
         page = await (await client.get("/metrics")).text()
         return "sgl_ext_queued_requests 1.0" in page
 
-    async with asyncio.TaskGroup() as group, asyncio.timeout(20):
+    async with asyncio.TaskGroup() as group, asyncio.timeout(HANG_S):
         group.create_task(send("first"))
         while not engine.seen:  # noqa: ASYNC110 - the engine has no event for it
             await asyncio.sleep(0)

@@ -38,6 +38,7 @@ from tests.balancer.conversations.test_conversation_store import (
     user,
 )
 from tests.balancer.wire import Raw, Wire, sse, until
+from tests.waiting import HANG_S
 
 CREATE = {"type": "response.create", "model": "m", "store": False}
 KINDS = ["response.created", "response.output_text.delta", "response.completed"]
@@ -317,7 +318,7 @@ async def test_a_key_that_is_withdrawn_is_refused_on_an_open_connection(
         await turn(socket, input="One")
         assert stand_in.seen[0][2]["x-tenant-id"] == "a"
         keys.revoke_key(path, name)
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(HANG_S):
             while (event := (await turn(socket, input="Two"))[-1])["type"] != "error":
                 pass
         assert (event["status"], event["error"]["code"]) == (401, "invalid_api_key")
@@ -351,7 +352,7 @@ class Bare:
     async def events(self, kind: type[Event] = CloseConnection) -> list[Any]:
         """What is received up to an event of this kind."""
         found: list[Event] = []
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(HANG_S):
             while True:
                 for event in self.frames.events():
                     found.append(event)
@@ -429,7 +430,7 @@ async def test_a_client_that_hangs_up_ends_its_responses(serve: Serve, connect: 
     bare.send(create(input="One"), create(input="Two"))
     await bare.events(TextMessage)
     bare.wire.writer.transport.abort()
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(HANG_S):
         await worker.closed.wait()
     assert len(worker.requests) == 1
     await until(lambda: balancer.account.used == 0)

@@ -12,6 +12,7 @@ from sgl_ext.balancer.metrics.registry import Metrics
 from sgl_ext.balancer.routing.worker_sources import WorkerSources
 from sgl_ext.balancer.routing.workers import Workers
 from sgl_ext.membership.member import Member, MembershipError
+from tests.waiting import HANG_S
 
 ONE, TWO = Member(id="1", url="http://a:1"), Member(id="2", url="http://b:1")
 
@@ -39,7 +40,7 @@ class Scripted:
         """Returns when all was applied."""
         for each in said:
             self.said.put_nowait(each)
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(HANG_S):
             await self.said.join()
             await asyncio.sleep(0)
 
@@ -122,7 +123,7 @@ async def test_the_start_waits_for_the_first_try_of_each_source() -> None:
         assert not waiting.done()
         assert 'sgl_ext_membership_stale{source="y"} 1.0' in followed.page
         await y.says((ONE,))
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(HANG_S):
             await waiting
         assert followed.ids == ["1"]
         await followed.sources.wait_until_tried(0)

@@ -19,6 +19,7 @@ from sgl_ext.balancer.store.opening import open_store
 from sgl_ext.balancer.store.shared_state import SharedState
 from tests.balancer.store.conftest import emptied, named
 from tests.balancer.store.servers import PASSWORD, Server
+from tests.waiting import HANG_S
 
 
 @pytest.fixture(autouse=True)
@@ -50,7 +51,7 @@ async def put(store: Documents, id: str) -> int | None:
 
 
 async def works_again(store: Documents) -> None:
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(HANG_S):
         while True:
             try:
                 await put(store, "again")
@@ -77,7 +78,7 @@ async def test_an_outage_fails_calls_in_time_and_loses_nothing(
     assert await asyncio.gather(*(store.get("k a", f"r{n}", 0.0) for n in range(20)))
 
     async def fails() -> None:
-        async with asyncio.timeout(5):
+        async with asyncio.timeout(HANG_S):
             for number in range(50):
                 with pytest.raises(StoreFailed):
                     await store.get("k a", "r1", 0.0)

@@ -12,6 +12,7 @@ from sgl_ext.balancer.store import postgres_shared, redis_shared
 from sgl_ext.balancer.store.shared_state import Lease, SharedState
 from sgl_ext.protocols.errors import BalancerError
 from tests.balancer.store.conftest import Share
+from tests.waiting import HANG_S
 
 
 @pytest.fixture(autouse=True)
@@ -103,7 +104,7 @@ async def test_a_message_reaches_all_whole(shared: Share) -> None:
 
     tasks = [asyncio.create_task(receive(*pair)) for pair in zip(states, queues, strict=True)]
     try:
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(HANG_S):
             while any(queue.empty() for queue in queues):
                 await states[0].publish([b"there?"])
                 await asyncio.sleep(0.01)

@@ -24,6 +24,7 @@ from sgl_ext.engine.scheduler.event_publisher import EventPublisher
 from sgl_ext.engine.scheduler.pin_keeper import PinKeeper
 from sgl_ext.engine.scheduler.state import extension_of
 from sgl_ext.engine.tiers.loads import Loads
+from tests.waiting import HANG_S
 
 A, B, C = (f"{number:032x}" for number in (0xA, 0xB, 0xC))
 LOAD = {"running": 1, "queued": 0, "pending_tokens": 0}
@@ -195,7 +196,7 @@ async def test_a_stream_that_fails_ends_is_counted_and_harms_no_other() -> None:
         if message.get("body"):
             raise RuntimeError("no answer can be sent")
 
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(HANG_S):
         await broadcaster({"type": "http"}, asyncio.Event().wait, fail)
     assert failures.get() == before + 1
     broadcaster.apply(line(load=LOAD))

@@ -51,7 +51,7 @@ TEMPLATE = """
 
 
 def until(condition: Callable[[], bool]) -> None:
-    until_within(condition, 60)
+    until_within(condition)
 
 
 class Serving:

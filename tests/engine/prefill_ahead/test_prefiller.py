@@ -19,6 +19,7 @@ import pytest
 from sgl_ext.engine.core.request_context import RequestContext
 from sgl_ext.engine.core.slices import part_of
 from sgl_ext.engine.prefill_ahead.prefiller import MOST_JOBS, Job, Prefiller
+from tests.waiting import HANG_S
 
 SIZES = {"page_size": 1, "chunked_prefill_size": None}
 ARGS: Any = SimpleNamespace(**SIZES, dp_size=1, attn_dp_size=1, dcp_size=1)
@@ -84,7 +85,7 @@ async def worked(prefiller: Prefiller, *jobs: Job) -> None:
     """Runs a prefiller until these jobs have ended."""
     working = asyncio.create_task(prefiller.run())
     try:
-        async with asyncio.timeout(30):
+        async with asyncio.timeout(HANG_S):
             for one in jobs:
                 await one.done.wait()
     finally:

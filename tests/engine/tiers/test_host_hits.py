@@ -29,7 +29,7 @@ _names = count(1)
 
 
 def until(condition: Callable[[], bool]) -> None:
-    until_within(condition, 60)
+    until_within(condition)
 
 
 class Serving:
