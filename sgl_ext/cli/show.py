@@ -21,6 +21,7 @@ _STYLES = {
     "draining": "yellow",
     "waiting": "yellow",
     "stopping": "yellow",
+    "stalled": "red",
     "unreachable": "red",
     "failed": "red",
     "no engine is ready": "red",

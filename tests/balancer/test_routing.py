@@ -16,6 +16,7 @@ from sgl_ext.balancer.routing import worker_probes
 from sgl_ext.protocols.registry import of_path
 from sgl_ext.requests.segments import read_chain
 from tests.balancer.conftest import Engine, Start
+from tests.waiting import HANG_S
 
 CHAT = "/v1/chat/completions"
 HARNESS = "You are a coding agent. " * 800
@@ -61,7 +62,7 @@ async def until_held(client: ClientSession, engine: Engine, request: Any, tokens
 
 async def until(true: Callable[[], Awaitable[bool]]) -> None:
     """Returns once something is so; fails if it is not in time."""
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(HANG_S):
         while not await true():  # noqa: ASYNC110 - what is waited for happens in a server
             await asyncio.sleep(0.01)
 
@@ -627,6 +628,80 @@ async def test_a_request_that_kills_engines_kills_two_at_most(start: Start) -> N
     assert await served_by(client, body("Hello")) == "well"
 
 
+class Mortal(Engine):
+    """An engine that ends when it gets poison."""
+
+    def __init__(self, name: str) -> None:
+        super().__init__(name, self.run)
+
+    async def run(self, request: web.Request) -> web.StreamResponse:
+        if b"poison" in await request.read():
+            assert self.server is not None
+            runner = self.server.runner
+            assert runner is not None
+            assert runner.server is not None
+            for site in list(runner.sites):
+                await site.stop()
+            for connection in runner.server.connections:
+                if connection.transport is not None:
+                    connection.transport.abort()
+        return web.json_response({"engine": self.name})
+
+
+@pytest.mark.parametrize(
+    ("path", "kind"),
+    [("/v1/messages", "invalid_request_error"), (CHAT, "invalid_request_error")],
+)
+async def test_a_request_that_ended_two_engines_is_refused(
+    start: Start, path: str, kind: str
+) -> None:
+    engines = [Mortal(name) for name in "abcd"]
+    client = await start(*engines)
+    poison = body("poison")
+    answer = await client.post(path, json=poison)
+    assert answer.status == 502
+    ended = [engine for engine in engines if engine.seen]
+    assert len(ended) == 2
+    answer = await client.post(path, json=poison)
+    assert (answer.status, answer.headers["x-should-retry"]) == (400, "false")
+    error = (await answer.json())["error"]
+    assert error["type"] == kind
+    assert error["message"].startswith("Two engines ended while they ran this request")
+    assert sum(len(engine.seen) for engine in engines) == 2
+    answer = await client.post(path, json=body("Hello"))
+    assert answer.status == 200
+    counted = 'sgl_ext_suspect_requests_total{result="RESULT"} 1.0'
+    for result in ("suspected", "convicted", "refused"):
+        assert await shown(client, counted.replace("RESULT", result))
+
+
+async def test_what_was_beside_a_request_that_ends_engines_is_answered(start: Start) -> None:
+    """Two engines end within a second, each with many requests."""
+    gate = asyncio.Event()
+
+    class Slow(Mortal):
+        async def run(self, request: web.Request) -> web.StreamResponse:
+            if b"poison" not in await request.read():
+                await gate.wait()
+            return await super().run(request)
+
+    engines = [Slow(name) for name in "abcd"]
+    client = await start(*engines)
+    beside = [
+        asyncio.create_task(served_by(client, body("Hello", system=f"{number}" * 99)))
+        for number in range(8)
+    ]
+
+    async def all_are_sent() -> bool:
+        return sum(len(engine.seen) for engine in engines) == 8
+
+    await until(all_are_sent)
+    poison = await client.post(CHAT, json=body("poison"))
+    gate.set()
+    assert poison.status == 502
+    assert len(await asyncio.gather(*beside)) == 8
+
+
 async def test_running_requests_continue_on_an_engine_that_refuses_connections(
     start: Start,
 ) -> None:
@@ -700,7 +775,7 @@ async def test_a_frozen_engine_is_found_though_its_clients_leave_soon(
         await client.delete("/sgl_ext/workers", params={"url": good.url})
     await client.post("/sgl_ext/workers", json={"url": good.url})
     freezes.set()
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(HANG_S):
         while True:
             arrived.clear()
             asked = asyncio.create_task(served_by(client, body("Hello", "Hi.", "Go on")))
@@ -713,6 +788,9 @@ async def test_a_frozen_engine_is_found_though_its_clients_leave_soon(
     assert asked.result() == "good"
     line = f'sgl_ext_worker_state{{state="STATE",worker="{stuck.url}"}} 1.0'
     assert await shown(client, line.replace("STATE", "stalled"))
+    rows = (await (await client.get("/sgl_ext/state")).json())["engines"]
+    row = next(row for row in rows if row["url"] == stuck.url)
+    assert (row["state"], row["fault"]) == ("stalled", "its scheduler stands still")
     freezes.clear()
     await until(lambda: shown(client, line.replace("STATE", "ready")))
 
@@ -770,7 +848,7 @@ async def test_followers_on_a_hanging_engine_go_elsewhere(
 
     await until(all_are_placed)
     await client.post("/sgl_ext/workers", json={"url": good.url})
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(HANG_S):
         assert set(await asyncio.gather(*tasks)) == {"good"}
     sent = [path for path, _, _ in stuck.seen].count(CHAT)
     assert sent == 1, "the followers are not sent to the engine that hangs"
@@ -799,7 +877,7 @@ async def test_an_engine_hangs_that_answers_no_probe_or_says_so(
 
     silent, good = Silent("silent", begin), Engine("good")
     client = await start(silent, good)
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(HANG_S):
         while not hangs.is_set():
             text = f"{len(good.seen)}"
             assert await served_by(client, body(text, system=text * 99)) == "good"

@@ -111,6 +111,7 @@ class Metrics(Page):
             "Requests that were suspected to have ended an engine, that were cleared or convicted "
             "of it, and that were refused because such a request had been convicted.",
         )
+        self.suspect_requests.counts[("convicted",)] = 0  # as for the store's failures
         self.requests_on_trial = gauge(
             "requests_on_trial",
             "Requests that may have ended an engine, and wait until each is sent again alone.",

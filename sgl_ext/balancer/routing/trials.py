@@ -7,13 +7,14 @@
 
 import logging
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from http import HTTPStatus
 from typing import Protocol
 
 import xxhash
 
+from scheduler import suspects
 from scheduler.suspects import AGAIN, LIMIT, REFUSED, REFUSED_S, Suspects
 from sgl_ext.balancer.routing.attempts import Attempt, RoutingRequest
 from sgl_ext.balancer.routing.candidates import allowed
@@ -70,12 +71,14 @@ class Trials:
     """The requests of one balancer process that wait for a trial.
 
     timeout_s: how long a request may wait.
+    _several_s: when there were last several engines, in whatever state.
     """
 
     router: Router
     timeout_s: Callable[[], float]
     _waiting: dict[Suspect, None] = field(default_factory=dict, init=False)
     _is_sweeping: bool = field(default=False, init=False)
+    _several_s: float = field(default=float("-inf"), init=False)
 
     def __post_init__(self) -> None:
         self._suspects: Suspects = self.router.suspects
@@ -175,7 +178,10 @@ class Trials:
     def sweep(self) -> None:
         """Clears the suspect whose trial has lasted for long enough, and lets the next one begin.
         Call it periodically."""
-        self._suspects.pass_time(self.router.clock(), self._heard_s)
+        now_s = self.router.clock()
+        if _left_of(self.router.workers.all):
+            self._several_s = now_s
+        self._suspects.pass_time(now_s, self._heard_s)
         self._go_on()
 
     def _heard_s(self, name: str) -> float | None:
@@ -223,16 +229,19 @@ class Trials:
         return self._suspects.may_begin(request.fingerprint, waited_s, others)
 
     def _others(self, routing: RoutingRequest) -> int:
-        """How many engines would be left to answer requests if one ended, whichever that is."""
-        now_s, workers = self.router.clock(), allowed(self.router.workers.all, routing.only)
-        able = {
-            worker.url: worker.role  # all ranks of an engine end with it
-            for worker in workers
-            if worker.is_available and not self._suspects.has_ended(worker.id, now_s)
-        }
-        roles = Counter(able.values())
-        pairs = min(roles[PREFILL], roles[DECODE])
-        return max(roles[""] + pairs - 1, 0)
+        """How many engines would be left to answer requests if one ended, whichever that is. 1 if
+        there have been no others for long: to wait for them would be in vain."""
+        now_s, workers = self.router.clock(), self.router.workers.all
+        if now_s - self._several_s >= suspects.LAST_WAIT_S:
+            return 1
+        able = [w for w in allowed(workers, routing.only) if w.is_available]
+        return _left_of(w for w in able if not self._suspects.has_ended(w.id, now_s))
+
+
+def _left_of(workers: Iterable[Worker]) -> int:
+    """How many of these engines, or of their pairs, are left if one ends, with all its ranks."""
+    roles = Counter({worker.url: worker.role for worker in workers}.values())
+    return max(roles[""] + min(roles[PREFILL], roles[DECODE]) - 1, 0)
 
 
 def _is_stopped(worker: Worker) -> bool:

@@ -12,6 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from scheduler.suspects import REFUSED
 from sgl_ext.balancer.cluster.peers import MOST_READ, SILENT_S, PeerGroup, Peers
 from sgl_ext.balancer.cluster.store_messages import MOST_QUEUED, StoreMessages
 from sgl_ext.balancer.metrics.registry import Metrics
@@ -22,6 +23,7 @@ from sgl_ext.balancer.routing.worker import Load
 from tests.balancer.shared_memory import SharedMemory
 from tests.balancer.wire import until
 from tests.balancer.workers import workers_at
+from tests.waiting import HANG_S
 
 A, B = "http://a", "http://b"
 SECRET = b"0123456789abcdef"
@@ -239,6 +241,19 @@ async def test_processes_of_one_node_ignore_what_the_store_repeats() -> None:
         pair[0].stop()
 
 
+def test_peers_refuse_a_request_that_ended_two_engines_at_one_of_them(
+    pair: list[Process],
+) -> None:
+    one, two = pair
+    suspects, now_s = one.router.suspects, Process.now_s
+    suspects.lost("poison", A, now_s, now_s, now_s)
+    suspects.begin("poison")
+    suspects.sent("poison", B, now_s)
+    suspects.ended(B, now_s, now_s)
+    one.peers.send_state()
+    assert two.router.suspects.standing("poison", now_s) is REFUSED
+
+
 @pytest.fixture
 def flooded() -> Iterator[tuple[Peers, socket.socket, Metrics]]:
     """A process of a group with real sockets, and a socket of somebody else."""
@@ -262,7 +277,7 @@ async def test_a_flood_of_datagrams_leaves_the_loop_its_turns(
     peers.start()
     faults = metrics.peer_message_faults.counts
     read = [0]
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(HANG_S):
         while read[-1] < sent:
             await asyncio.sleep(0)
             read.append(int(faults["unreadable",]))
