@@ -220,9 +220,13 @@ class Biases:
 
 @dataclass(frozen=True, slots=True)
 class Fields:
-    """An object whose fields have checks of their own; others are wrong."""
+    """An object whose fields have checks of their own; others are wrong.
+
+    needs: fields that are right only together with another one.
+    """
 
     checks: Mapping[str, Check]
+    needs: Mapping[str, str]
 
     def wrong(self, value: Any, model: Model) -> str | None:
         """What the value must be; None if it is right."""
@@ -234,10 +238,15 @@ class Fields:
                 return f"has no field {str(name)[:_SHOWN]!r}"
             if inner is not None and (found := check.wrong(inner, model)) is not None:
                 return f"{name} {found}"
+        for name, other in self.needs.items():
+            if value.get(name) and value.get(other) is None:
+                return f"{name} must be together with {other}"
         return None
 
     def __str__(self) -> str:
-        return "; ".join(f"`{name}`: {check}" for name, check in self.checks.items())
+        fields = [f"`{name}`: {check}" for name, check in self.checks.items()]
+        needs = [f"`{name}` together with `{other}`" for name, other in self.needs.items()]
+        return "; ".join(fields + needs)
 
 
 @dataclass(frozen=True, slots=True)

@@ -105,6 +105,12 @@ def name_of(field: str, path: str, body: Any, *, of_sampling: bool) -> str:
     if field in _GRAMMARS:
         names = (*protocol.formats, "tools", field)
     elif field in _PROMPTS:
-        names = (*(name for _, name in reversed(protocol.prompt)), "input", field)
+        names = (
+            *(name for _, name in reversed(protocol.prompt)),
+            "input",
+            "items",
+            "documents",
+            field,
+        )
     found = (name for name in names if value_at(body, tuple(name.split("."))) is not None)
     return next(found, names[0])

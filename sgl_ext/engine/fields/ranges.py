@@ -39,6 +39,8 @@ from sgl_ext.engine.fields.patterns import Patterns
 MAX_SAMPLES = 128
 MAX_PARTS = 128
 """Prompts of one request, times its samples."""
+MAX_READ = 2_048
+"""Prompts for which nothing is written: of embeddings and scores."""
 MAX_TOP = 1_000
 """Log probabilities of one position, and token ids that are asked for."""
 FREE_TOP = 20
@@ -149,7 +151,8 @@ GENERATION: Mapping[str, Check] = {
             "offset": Whole(-1, INT32),
             "replace": Flag(),
             "drop_previous_output": Flag(),
-        }
+        },
+        needs={"replace": "rid"},  # SGLang changes the table of requests that it goes through
     ),
     "custom_logit_processor": Text(1 << 20),
     "bootstrap_host": Text(255),
@@ -235,7 +238,9 @@ def wrong_internal(fields: Mapping[str, Any], table: Mapping[str, Check]) -> Wro
     return None
 
 
-def wrong_batch(fields: Mapping[str, Any], prompts: int, is_single: bool) -> WrongField | None:
+def wrong_batch(
+    fields: Mapping[str, Any], prompts: int, *, is_single: bool, is_generation: bool = True
+) -> WrongField | None:
     """What is wrong with a request of so many prompts, before it is cut into its parts."""
     params = fields.get(_PARAMS)
     listed = params if isinstance(params, list) else [{} if params is None else params]
@@ -243,7 +248,7 @@ def wrong_batch(fields: Mapping[str, Any], prompts: int, is_single: bool) -> Wro
         return WrongField(_PARAMS, "must be an object, or a list with one of each prompt")
     if not prompts or (isinstance(params, list) and len(listed) != prompts):
         return _uneven(_PARAMS if prompts else "text", prompts)
-    samples = 1
+    samples, limit = 1, MAX_READ
     for each in listed:
         for name in ("n", "beam_width"):
             value = each.get(name)
@@ -251,11 +256,13 @@ def wrong_batch(fields: Mapping[str, Any], prompts: int, is_single: bool) -> Wro
             if found is not None:
                 return WrongField(name, found)
         samples = max(samples, each.get("n") or 1)
-    if prompts * samples > MAX_PARTS:
+        if is_generation and each.get("max_new_tokens") != 0:
+            limit = MAX_PARTS
+    if prompts * samples > limit:
         field = "n" if prompts == 1 else "text" if fields.get("text") is not None else "input_ids"
         return WrongField(
             field,
-            f"a request must have at most {MAX_PARTS} prompts, times its samples, "
+            f"a request must have at most {limit} prompts, times its samples, "
             f"and has {prompts * samples}",
         )
     if is_single:

@@ -48,7 +48,7 @@ def check_batch(request: Any) -> None:
         fields.get("text"), fields.get("input_ids"), fields.get("input_embeds")
     )
     is_generation = not isinstance(request, sglang_api.EmbeddingReqInput)
-    found = ranges.wrong_batch(fields, prompts, is_single)
+    found = ranges.wrong_batch(fields, prompts, is_single=is_single, is_generation=is_generation)
     if found is None and _is_native():
         # SGLang sets these later in its own requests.
         found = ranges.wrong_internal(fields, GENERATION if is_generation else EMBEDDING)

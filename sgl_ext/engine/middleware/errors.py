@@ -45,6 +45,8 @@ _FIRST_EVENTS = (
     b"event: response.queued",
     b"event: response.in_progress",
 )
+# SGLang streams lines of JSON there, and ends a stream without one if it fails.
+_LINES = frozenset((*OLLAMA_CHAT.paths, *OLLAMA_GENERATE.paths))
 _DETOKENIZE = "/detokenize"  # with any prefix; SGLang answers 500 for tokens that do not exist
 
 
@@ -80,10 +82,10 @@ class ErrorMiddleware:
         try:
             await self.app(scope, receive, answer.take)
         except Exception as error:
-            message = "" if answer.is_begun else _fault_of_body(path, error)
-            if not message:
+            found = None if answer.is_begun else _fault_of_body(scope, error)
+            if found is None:
                 raise
-            await answer.reject(EngineError(400, message))
+            await answer.reject(found)
 
 
 class _Answer:
@@ -98,18 +100,17 @@ class _Answer:
         self._parts: list[bytes] = []
         self._is_stream = False
         self._is_over = False
-        self.is_begun = False
+        self.is_begun = False  # whether its head is sent
 
     async def take(self, message: Any) -> None:
         """Takes its next ASGI message."""
         if self._is_over:
             return
         if message["type"] == "http.response.start":
-            self.is_begun = True
             kind = Headers(raw=message.get("headers", ())).get("content-type", "")
             self._is_stream = "event-stream" in kind
             waits = self._is_stream and (self._shape is not None or self._path in GENERATE.paths)
-            if waits or message["status"] >= 400:
+            if waits or message["status"] >= 400 or self._path in _LINES:
                 self._start = message
                 return
         elif message["type"] == "http.response.body":
@@ -119,11 +120,12 @@ class _Answer:
             data = message.get("body", b"")
             if self._is_stream and data.startswith(_ERROR_EVENTS):
                 message = {**message, "body": self._reshaped(data)}
+        self.is_begun = True
         await self._send(message)
 
     async def reject(self, error: EngineError, start: Any = None) -> None:
         """Answers an error, in place of the answer with the head `start`."""
-        self._is_over = True
+        self._is_over = self.is_begun = True
         start = start or {"type": "http.response.start"}
         headers = MutableHeaders(raw=list(start.get("headers", ())))
         if self._shape is None:
@@ -158,6 +160,7 @@ class _Answer:
         elif status >= 400 and (self._shape is not None or error_shape.exposes_internals(body)):
             await self.reject(self._by_context(error_shape.read_error(status, body)), start)
         else:
+            self.is_begun = True
             await self._send(start)
             await self._send({**message, "body": body})
 
@@ -229,8 +232,16 @@ def _generates(app: Any) -> bool:
     return chat is not None and bool(chat.tokenizer_manager.is_generation)
 
 
-def _fault_of_body(path: str, error: Exception) -> str:
-    """What is wrong with a body for which SGLang raised this; "" if the body may be right."""
+def _fault_of_body(scope: Any, error: Exception) -> EngineError | None:
+    """What is wrong with a body for which SGLang raised this; None if the body may be right."""
+    context = context_in(scope)
+    if context is not None and context.wrong_field and isinstance(error, ValueError):
+        return EngineError(400, str(error), context.wrong_field)
+    message = _fault(scope["path"], error)
+    return EngineError(400, message) if message else None
+
+
+def _fault(path: str, error: Exception) -> str:
     from jinja2 import TemplateError
 
     if is_shaped(path):

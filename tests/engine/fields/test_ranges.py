@@ -105,7 +105,7 @@ def test_a_minimum_is_not_above_the_maximum() -> None:
         ("top_logprobs_num", [0, 100], [-1, 101, 10**9]),
         ("token_ids_logprob", [[0, 99]], [[100], [-1], 5, [0] * 1001]),
         ("input_embeds", [[[0.5, 1]]], [[[1.0]], [[float("nan"), 1.0]], [1.0], "x"]),
-        ("session_params", [{"id": "a", "offset": 3}], [{"id": 5}, {"x": 1}, 5]),
+        ("session_params", [{"id": "a", "offset": 3}], [{"id": 5}, {"x": 1}, 5, {"replace": True}]),
         ("bootstrap_port", [1, 65_535], [0, 65_536, "1"]),
         ("priority", [-(2**63)], [2**63, "5"]),
         ("rid", ["a"], ["a" * 1025, 5]),
@@ -204,6 +204,16 @@ def test_a_request_of_several_prompts_is_checked_before_it_is_cut(
     found = ranges.wrong_batch(fields, prompts, is_single=False)
     assert found is not None
     assert found.field == field
+
+
+def test_more_prompts_may_be_read_than_written_for() -> None:
+    texts = ["a"] * 2_048
+    scored = {"text": texts, "sampling_params": {"max_new_tokens": 0}}
+    assert ranges.wrong_batch(scored, 2_048, is_single=False) is None
+    assert ranges.wrong_batch({"text": texts}, 2_048, is_single=False) is not None
+    of_embeddings = ranges.wrong_batch({}, 2_048, is_single=False, is_generation=False)
+    assert of_embeddings is None
+    assert ranges.wrong_batch({}, 2_049, is_single=False, is_generation=False) is not None
 
 
 def test_right_requests_of_several_prompts_pass() -> None:

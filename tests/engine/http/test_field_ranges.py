@@ -122,6 +122,21 @@ OUT_OF_RANGE: dict[str, tuple[tuple[str, dict[str, Any]], str]] = {
         (GENERATE, {**native()[1], "text": "", "session_params": {"rid": "r"}}),
         "text",
     ),
+    "a session's history replaced whole": (
+        (GENERATE, {**native()[1], "session_params": {"id": "s", "replace": True}}),
+        "session_params",
+    ),
+    "top_k of Ollama": (
+        ("/api/generate", {"model": "tiny", "prompt": "hi", "options": {"top_k": 10**18}}),
+        "options.top_k",
+    ),
+    "items": (
+        (
+            "/v1/score",
+            {"model": "tiny", "query": "hi", "items": ["a"] * 2049, "label_token_ids": [1]},
+        ),
+        "items",
+    ),
     "uneven lists": (
         (GENERATE, {**native()[1], "text": ["a", "b"], "top_logprobs_num": [1]}),
         "top_logprobs_num",
@@ -142,7 +157,7 @@ def refused(engine: Engine, path: str, body: dict[str, Any], field: str) -> None
     if isinstance(error, str):  # of SGLang's own check of native sampling parameters
         error = {"message": f"{error}:"}
     assert field.rpartition(".")[2] in error["message"].partition(":")[0]
-    if path != GENERATE:
+    if path.startswith("/v1/"):
         assert field in error.get("param", field)
         assert error["type"] == "invalid_request_error"
     goes_on(engine)
