@@ -118,6 +118,7 @@ class Parts:
         )
         router.attempts.speeds.learns = config.learn_speeds
         router.lists_others = config.request_log is not None
+        router.hashes_sessions = config.hash_sessions
         self._admission_queue = AdmissionQueue(
             router,
             metrics,

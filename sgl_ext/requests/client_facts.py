@@ -27,7 +27,9 @@ SDK, UNKNOWN = "sdk", "unknown"
 HARNESSES = (CLAUDE_CODE, CODEX, OPENCODE, QWEN_CODE, SDK, UNKNOWN)
 MAIN, SUBAGENT, COMPACTION = "main", "subagent", "compaction"
 OF_SUBAGENTS = (SUBAGENT, "workflow")
-REQUEST_CLASSES = (MAIN, *OF_SUBAGENTS, COMPACTION, "auxiliary", "side_reply")
+OF_NO_AGENT = ("auxiliary", "side_reply")
+"""What a harness sends beside its agents, such as for a title."""
+REQUEST_CLASSES = (MAIN, *OF_SUBAGENTS, COMPACTION, *OF_NO_AGENT)
 MOST_DURATIONS = 32
 _MOST_DURATION_BYTES, _MOST_METADATA_BYTES = 4096, 8192
 _DAY_MS = 86_400_000
@@ -85,7 +87,8 @@ class ClientFacts(NamedTuple):
         is the first.
     is_subagent: whether it is from an agent that another agent started.
     workload, entrypoint: what Claude Code was started for, and by what.
-    session: equal for all agents of one session of the harness: a hash of the id that it states.
+    session: equal for all agents of one session of the harness: the id that it states, or its
+        hash (`session.shown_name`).
     ignored: the headers and fields that were not of their form.
     """
 
@@ -180,7 +183,7 @@ def read_headers(headers: Mapping[bytes, bytes]) -> ClientFacts:
 
 def with_body(facts: ClientFacts, billing: Mapping[str, str], session: str = "") -> ClientFacts:
     """The facts with those of a body: the fields of its stripped header line, and the session's
-    hash. Never raises."""
+    name. Never raises."""
     if not billing:
         return facts._replace(session=session) if session else facts
     found: dict[str, str] = {}

@@ -58,6 +58,7 @@ class Chain(msgspec.Struct, frozen=True, gc=False):
     ends: the bytes of canonical text up to there, strictly ascending.
     session: the hash at the end of the first user message, None if there is none; all later
         turns of a conversation have it too.
+    opening: the hash of the first user message alone, whatever precedes it; 0 if there is none.
     tools: how many tools the request offers.
     tool_segments: how many segments the tools have.
     head_segments: how many segments come before the first message that is no instruction.
@@ -69,6 +70,7 @@ class Chain(msgspec.Struct, frozen=True, gc=False):
     tools: int = 0
     tool_segments: int = 0
     head_segments: int = 0
+    opening: int = 0
 
 
 def read_chain(protocol: Protocol, body: Any, *, salt: bytes = b"") -> Chain:
@@ -95,6 +97,7 @@ def read_chain(protocol: Protocol, body: Any, *, salt: bytes = b"") -> Chain:
         writer.tools,
         writer.tool_segments,
         writer.head_segments or 0,
+        writer.opening,
     )
 
 
@@ -105,6 +108,7 @@ class _Writer:
         self.hashes: list[int] = []
         self.ends: list[int] = []
         self.session: int | None = None
+        self.opening = 0
         self.tools = 0
         self.tool_segments = 0
         self.head_segments: int | None = None
@@ -228,6 +232,7 @@ def _write_items(writer: _Writer, value: Any) -> None:
                         writer.head_segments = len(hashes) - 1
                     if role == "user":
                         writer.session, uncut_bytes = hashes[-1], CUT_BYTES
+                        writer.opening = xxhash.xxh3_64_intdigest(begin + text)
                 continue
         if role in INSTRUCTION_ROLES:
             _write_instructions(writer, content)
@@ -240,6 +245,7 @@ def _write_items(writer: _Writer, value: Any) -> None:
         writer.segment(text)
         if writer.session is None and role == "user" and hashes:
             writer.session, uncut_bytes = hashes[-1], CUT_BYTES
+            writer.opening = xxhash.xxh3_64_intdigest(text)
 
 
 def _write_text(writer: _Writer, value: Any) -> None:

@@ -20,6 +20,11 @@ SESSION_HEADERS = (
 )
 # A harness has one id for all its agents; these tell its sub-agents apart.
 AGENT_HEADERS = ("x-claude-code-agent-id", "thread-id")
+# What a harness sends the request for. Of these classes it is its lead's, whose id is no header.
+CLASS_HEADER = "x-claude-code-request-class"
+_OF_LEADS = ("main", "compaction")
+# A name that a log holds as it is.
+_SHOWN = re.compile(r"[!-~]([ -~]{0,126}[!-~])?")
 FINAL_HEADER = "x-sgl-ext-session-final"
 TENANT_HEADER = "x-tenant-id"
 TENANT_NAME = re.compile(r"^[!-~]([ -~]{0,254}[!-~])?\Z")
@@ -63,6 +68,7 @@ INTERNAL_HEADERS = (
 _HINTS = (
     *SESSION_HEADERS,
     *AGENT_HEADERS,
+    CLASS_HEADER,
     FINAL_HEADER,
     TENANT_HEADER,
     GROUP_HEADER,
@@ -78,23 +84,38 @@ def salt_of(headers: Mapping[str, str]) -> bytes:
 
 
 def session_key(headers: Mapping[str, str], body: Any, chain: Chain) -> int | None:
-    """A number for the conversation, equal for all its turns; None if it is unknown.
+    """A number for an agent's conversation, equal for all its turns; None if it is unknown.
 
-    A harness has one id for all its sub-agents, and two people may begin with the same words. So
-    the key is made of the stated id, the sub-agent's id and the first user message, or of those
-    that there are. Two cache groups never have the same key. `headers` has lower-case names.
+    The id that the client states decides, with the agent's id if one is stated. The system text
+    and the tools may change then. A harness has one id for all its agents. Those of its agents
+    that state no id are told apart by their first user message. If no id is stated, everything
+    up to the end of the first user message decides. Two cache groups, and two tenants, never have
+    the same key. `headers` has lower-case names.
     """
-    stated = stated_session(headers, body)
+    stated, tenant = stated_session(headers, body), headers.get(TENANT_HEADER, "")
     if stated is None:
-        return chain.session
-    for name in AGENT_HEADERS:
-        if (agent := headers.get(name)) and agent != stated:
-            stated = f"{stated}/{agent}"
-    begun = 0 if chain.session is None else chain.session
-    key = b"%032x" % begun + stated.encode("utf-8", "surrogatepass")
-    if salt := salt_of(headers):
-        key = b"%d:%b%b" % (len(salt), salt, key)
-    return xxhash.xxh3_128_intdigest(key)
+        if chain.session is None or not tenant:
+            return chain.session
+        return _key(headers, b"%032x" % chain.session)
+    agent = _stated_agent(headers, stated)
+    if agent is None:
+        opening = b"%016x" % chain.opening
+        return _key(headers, stated.encode("utf-8", "surrogatepass"), opening)
+    return _key(headers, *(id.encode("utf-8", "surrogatepass") for id in (stated, "", agent)))
+
+
+def thread_key(key: int | None, chain: Chain) -> int | None:
+    """A number for the turns of a conversation that begin alike: another system text is another
+    thread. key: of the conversation (`session_key`)."""
+    if key is None or chain.session is None or key == chain.session:
+        return key
+    return xxhash.xxh3_128_intdigest(b"%032x%032x" % (key, chain.session))
+
+
+def _key(headers: Mapping[str, str], *parts: bytes) -> int:
+    """The hash of parts, none of which has the byte 0xFF: no text in UTF-8 has it."""
+    tenant = headers.get(TENANT_HEADER, "").encode("utf-8", "surrogatepass")
+    return xxhash.xxh3_128_intdigest(b"\xff".join((salt_of(headers), tenant, *parts)))
 
 
 def stated_session(headers: Mapping[str, str], body: Any) -> str | None:
@@ -108,14 +129,34 @@ def stated_session(headers: Mapping[str, str], body: Any) -> str | None:
     return stated
 
 
-def session_hash(headers: Mapping[str, str], body: Any) -> str:
-    """Equal for all agents of one session of a harness; "" if it states no id. It quotes nothing,
-    and two cache groups never have the same."""
-    stated = stated_session(headers, body)
-    if stated is None:
+def _stated_agent(headers: Mapping[str, str], session: str) -> str | None:
+    """The id that the client states for the agent: "" for the lead, None if it does not say."""
+    named = [headers.get(name) for name in AGENT_HEADERS]
+    if agent := "/".join(agent for agent in named if agent and agent != session):
+        return agent
+    return "" if headers.get(CLASS_HEADER) in _OF_LEADS else None
+
+
+def stated_name(headers: Mapping[str, str], body: Any) -> str:
+    """The session as its client names it: the id that it states, and after a slash that of its
+    sub-agent. "" if no id is stated."""
+    if (stated := stated_session(headers, body)) is None:
         return ""
-    salted = salt_of(headers) + b"\xff" + stated.encode("utf-8", "surrogatepass")
-    return xxhash.xxh3_64_hexdigest(salted)
+    agent = _stated_agent(headers, stated)
+    return f"{stated}/{agent}" if agent else stated
+
+
+def shown_name(stated: str, tenant: str, *, hashes: bool) -> str:
+    """A stated name as logs and pages have it: as it is, so that it can be found by what the client
+    prints; or as a hash.
+
+    hashes: whether the operator wants hashes. Names that are long or not printable are hashes in
+    any case. Two tenants never have the same hash. "" stays "".
+    """
+    if not stated or (not hashes and _SHOWN.fullmatch(stated)):
+        return stated
+    text = f"{tenant}\n{stated}"
+    return xxhash.xxh3_64_hexdigest(text.encode("utf-8", "surrogatepass"))
 
 
 def hints_of(fields: Mapping[bytes, bytes]) -> dict[str, str]:

@@ -221,6 +221,11 @@ class BalancerSettings(RequestSettings, frozen=True, kw_only=True):
     request_log_limit_bytes: Annotated[
         LogBytes, RELOADS, "Largest size of the request log and its predecessor, FILE.1, together."
     ] = 1 << 30
+    hash_sessions: Annotated[
+        bool,
+        OPENED,
+        "Write hashes of the session ids that clients state into the log, the spans and the page.",
+    ] = False
     otlp_endpoint: Annotated[
         CollectorUrl | None,
         OPENED,

@@ -14,7 +14,7 @@ from sgl_ext.doctor.memory import PromptMemory
 from sgl_ext.doctor.prompts import Divergence, Prompt
 from sgl_ext.protocols.registry import of_path
 from sgl_ext.requests.segments import read_chain
-from sgl_ext.requests.session import session_key
+from sgl_ext.requests.session import session_key, thread_key
 from tests.doctor.prompts import MESSAGES, SYSTEM, TOOLS, messages, system, turns
 
 
@@ -34,7 +34,7 @@ class Watch:
     ) -> Divergence | None:
         chain = read_chain(of_path(MESSAGES), body)
         headers = {} if session is None else {"session-id": session}
-        thread = session_key(headers, body, chain)
+        thread = thread_key(session_key(headers, body, chain), chain)
         raw = orjson.dumps(body)
         return self.memory.compare(Prompt(group, session, thread, MESSAGES, chain, raw, **facts))
 

@@ -20,6 +20,7 @@ from sgl_ext.balancer.reporting.activity import merged
 from sgl_ext.balancer.reporting.programs import SHOWN_PROGRAMS, programs_of
 from sgl_ext.balancer.routing.worker import Worker
 from sgl_ext.doctor.report import add_advice
+from sgl_ext.requests.session import shown_name
 from sgl_ext.version import versions
 
 SHOWN_PINS = 200
@@ -52,10 +53,11 @@ def document(
     others = [orjson.loads(text) for text in services.other_parts()]
     parts = [part(services, now_s), *others]
     activity = merged((each["activity"] for each in parts), now_s)
-    pins = _pins(services.workers.all, asyncio.get_running_loop().time())
+    hashes = services.router.hashes_sessions
+    pins = _pins(services.workers.all, asyncio.get_running_loop().time(), hashes=hashes)
     tenants, tenant_count = _tenants(services, activity["tenants"])
     divergences = _divergences(services.divergences())
-    programs = programs_of(activity["sessions"])
+    programs = programs_of(activity["agents"])
     workers, started = services.workers, {each.get("url"): each for each in children}
     return {
         "version": versions()._asdict(),
@@ -157,9 +159,11 @@ def _queue(parts: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
     }
 
 
-def _pins(workers: Iterable[Worker], now_s: float) -> list[dict[str, Any]]:
-    """The pins of all engines, the largest first."""
+def _pins(workers: Iterable[Worker], now_s: float, *, hashes: bool) -> list[dict[str, Any]]:
+    """The pins of all engines, the largest first. Their sessions have the names of `sessions`."""
     rows = [row | {"worker": worker.id} for worker in workers for row in worker.pins.rows(now_s)]
+    for row in rows:
+        row["session"] = shown_name(row["session"], row["owner"], hashes=hashes)
     return sorted(rows, key=lambda row: (-row["tokens"], row["prefix"], row["worker"]))
 
 

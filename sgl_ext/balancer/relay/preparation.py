@@ -20,7 +20,7 @@ from sgl_ext.protocols.errors import no_memory
 from sgl_ext.protocols.native import GENERATE
 from sgl_ext.requests.client_facts import NO_FACTS, ClientFacts, with_body
 from sgl_ext.requests.default_hints import NO_DEFAULTS, written
-from sgl_ext.requests.session import session_hash
+from sgl_ext.requests.session import TENANT_HEADER, shown_name, stated_session
 
 
 class Preparation(msgspec.Struct, frozen=True):
@@ -105,7 +105,10 @@ def prepare(
     if stripped.moved:
         for kind, count in stripped.moved.items():
             services.metrics.clients.volatile_lines.counts[(kind,)] += count
-    session = session_hash(asked.hints, stripped.body) if asked.runs else ""
+    session = ""
+    if asked.runs and (stated := stated_session(asked.hints, stripped.body)):
+        tenant, hashes = asked.hints.get(TENANT_HEADER, ""), services.router.hashes_sessions
+        session = shown_name(stated, tenant, hashes=hashes)
     facts = head.facts
     if stripped.fields or session:
         facts = with_body(facts, stripped.fields, session)

@@ -1,9 +1,11 @@
 """What the answered requests of late were: their history, sessions and tenants, in bounded tables.
 
-Each process of a balancer has its own. `merged` adds up the `as_json` of all of them.
+Each process of a balancer has its own. `merged` adds up the `as_json` of all of them. An agent is
+one conversation. A session is what its client names: the agents that state no id of their own are
+one session.
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from sgl_ext.balancer.metrics.instruments import Tables
@@ -20,7 +22,7 @@ OTHERS = "other tenants"
 
 # tenant, engine, turns, prompt tokens and time of the last turn; prompt tokens of all turns whose
 # answer reported a usage, and cached ones of these; harness, class and type of agent of the last
-# turn, and the harness's session
+# turn, the harness's session, and the name of the session
 _Session = tuple[Any, ...]
 # requests; prompt tokens of those that reported a usage, and cached ones of these
 _Totals = list[int]
@@ -49,9 +51,11 @@ class Activity:
         usage: Usage | None,
         ttft_s: float | None,
         facts: ClientFacts = NO_FACTS,
+        name: str | None = None,
     ) -> None:
-        """Adds an answered request. prompt_tokens: an estimate, for answers that report none.
-        ttft_s: None if the answer is an error. facts: of its client."""
+        """Adds an answered request. session: the number of its agent's conversation.
+        prompt_tokens: an estimate, for answers that report none. ttft_s: None if the answer is an
+        error. facts: of its client. name: of its session; None: the number."""
         prompt = cached = output = 0
         if usage is not None and usage.cached_tokens is not None:
             prompt = prompt_tokens = usage.prompt_tokens or prompt_tokens
@@ -60,8 +64,8 @@ class Activity:
         self.history.add(now_s, ttft_s, prompt, cached, output)
         totals = self._tenants.get(tenant)
         if totals is None:
-            name = tenant if len(self._tenants) < MOST_TENANTS else OTHERS
-            totals = self._tenants.setdefault(name, [0, 0, 0])
+            row_name = tenant if len(self._tenants) < MOST_TENANTS else OTHERS
+            totals = self._tenants.setdefault(row_name, [0, 0, 0])
         totals[0] += 1
         totals[1] += prompt
         totals[2] += cached
@@ -82,6 +86,7 @@ class Activity:
                 facts.request_class,
                 facts.agent_type,
                 facts.session,
+                f"{session:032x}" if name is None else name,
             )
             if row is None and len(self._sessions) > MOST_SESSIONS:
                 self._drop_sessions()
@@ -104,29 +109,32 @@ class Activity:
 
 
 def merged(documents: Iterable[Mapping[str, Any]], now_s: float) -> dict[str, Any]:
-    """`history`, `session_count`, `sessions`, the most recent first, and `tenants`, those with the
-    most requests first, of all processes. A share is null where no answer reported a usage."""
+    """`history`, `session_count`, `sessions`, the most recent first, `agents`, which are the rows
+    of the sessions' agents, and `tenants`, those with the most requests first, of all processes.
+    A share is null where no answer reported a usage."""
     documents = list(documents)
-    sessions: dict[str, list[Any]] = {}
+    agents: dict[str, list[Any]] = {}
     tenants: dict[str, _Totals] = {}
     for document in documents:
         for id, *row in document["sessions"]:
-            if (known := sessions.get(id)) is not None:
-                last = max(known, row, key=lambda each: each[4])
-                row[:2], row[3:5], row[7:] = last[:2], last[3:5], last[7:]
-                row[2], row[5], row[6] = (known[at] + row[at] for at in (2, 5, 6))
-            sessions[id] = row
+            agents[id] = _added(agents.get(id), row)
         for name, totals in document["tenants"].items():
             known_totals = tenants.get(name, (0, 0, 0))
             tenants[name] = [*map(sum, zip(known_totals, totals, strict=True))]
-    newest = sorted(sessions.items(), key=lambda item: -item[1][4])[:SHOWN_SESSIONS]
+    sessions: dict[tuple[str, str], list[Any]] = {}
+    for row in agents.values():
+        key = row[0], row[-1]
+        sessions[key] = _added(sessions.get(key), row)
+    newest = sorted(sessions.values(), key=lambda row: -row[4])[:SHOWN_SESSIONS]
     largest = sorted(tenants.items(), key=lambda item: -item[1][0])
-    # A session that several processes answered counts once if they all list it.
+    # A session of several agents, or that several processes answered, counts once if all of its
+    # rows are listed.
     repeated = sum(len(document["sessions"]) for document in documents) - len(sessions)
     return {
         "history": series((document["history"] for document in documents), now_s),
         "session_count": sum(document["session_count"] for document in documents) - repeated,
-        "sessions": [_session(id, *row) for id, row in newest],
+        "sessions": [_session(*row) for row in newest],
+        "agents": [_session(*row) for row in agents.values()],
         "tenants": [
             {
                 "name": name,
@@ -139,8 +147,17 @@ def merged(documents: Iterable[Mapping[str, Any]], now_s: float) -> dict[str, An
     }
 
 
+def _added(known: list[Any] | None, row: Sequence[Any]) -> list[Any]:
+    """Two rows as one: what the later of them says, and the sums of turns and tokens."""
+    if known is None:
+        return [*row]
+    total = [*max(known, row, key=lambda each: float(each[4]))]
+    for at in (2, 5, 6):
+        total[at] = known[at] + row[at]
+    return total
+
+
 def _session(
-    id: str,
     tenant: str,
     engine: str,
     turns: int,
@@ -152,9 +169,10 @@ def _session(
     request_class: str,
     agent: str,
     harness_session: str,
+    name: str,
 ) -> dict[str, Any]:
     return {
-        "id": id,
+        "id": name,
         "tenant": tenant,
         "engine": engine,
         "turns": turns,

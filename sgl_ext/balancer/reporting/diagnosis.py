@@ -28,7 +28,7 @@ from sgl_ext.doctor.prompts import SESSION, Prompt
 from sgl_ext.protocols.registry import of_path
 from sgl_ext.requests.client_facts import COMPACTION, MAIN, ClientFacts
 from sgl_ext.requests.segments import with_sorted_tools
-from sgl_ext.requests.session import stated_session
+from sgl_ext.requests.session import stated_session, thread_key
 from sgl_ext.requests.strip import HeaderStrip, Stripped, strip_request
 
 log = logging.getLogger(__name__)
@@ -117,7 +117,8 @@ class DivergenceDetector:
         moved = None
         if context and session is not None:
             moved = self._contexts.note((routing.tenant, session), context)
-        prompt = Prompt(group, session, routing.session, path, routing.chain, raw)
+        thread = thread_key(routing.session, routing.chain)
+        prompt = Prompt(group, session, thread, path, routing.chain, raw)
         prompt.salts = tuple((name, str(body[name])) for name in _SALTS if body.get(name))
         prompt.version = facts.version
         is_compacted = is_compaction or bool(facts.compaction or facts.context_compacted)

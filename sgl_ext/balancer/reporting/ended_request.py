@@ -18,7 +18,8 @@ is null unless the prompt diverges from an earlier one (docs/doctor.md). `saved_
 client did not send because its request named what is stored.
 
 `harness` and `client` are what the client says about itself (`requests/client_facts.py`).
-Sessions and prefixes are hashes. No text of a prompt is written.
+`session` is the id that the client states, and after a slash that of its sub-agent, or a hash
+(`requests/session.py`). Prefixes are hashes. No text of a prompt is written.
 """
 
 from collections.abc import Mapping, Sequence
@@ -72,7 +73,7 @@ class EndedRequest(msgspec.Struct, frozen=True, gc=False):
     reason: str | None
     considered: Sequence[WorkerView]
     tenant: str
-    session: int | None
+    session: str | None
     prefix_hash: int | None
     tools_hash: int | None
     tools_count: int
@@ -133,7 +134,7 @@ def ended_request(
         reason,
         considered,
         routing.tenant,
-        routing.session,
+        routing.session_name,
         hashes[head - 1] if head else None,
         hashes[tools - 1] if tools else None,
         chain.tools,
@@ -177,7 +178,7 @@ def as_line(ended: EndedRequest) -> bytes:
         "client": {name: value for name, value in known.items() if name != "harness"},
         "moved_lines": ended.moved,
         "model": None if found is None else found.model,
-        "session": _hex(ended.session),
+        "session": ended.session,
         "prefix_hash": _hex(ended.prefix_hash),
         "tools_hash": _hex(ended.tools_hash),
         "tools_count": ended.tools_count,

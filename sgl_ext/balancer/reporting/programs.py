@@ -3,20 +3,21 @@
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from sgl_ext.requests.client_facts import OF_SUBAGENTS, SDK, UNKNOWN
+from sgl_ext.requests.client_facts import OF_NO_AGENT, OF_SUBAGENTS, SDK, UNKNOWN
 
 SHOWN_PROGRAMS = 100
 
 
-def programs_of(sessions: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """The programs of a state document's sessions, the one with the latest request first. A session
-    whose client names none is left out, and so is a single one of no harness that is known.
+def programs_of(agents: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """The programs of agents, as `activity.merged` has them, the one with the latest request first.
+    A session whose client names none is left out, and so is a single one of no harness that is
+    known. What a harness sends beside its agents is part of the program, and no agent of it.
     `cached_share` is the mean of the agents' shares, weighted by the tokens of their last prompts.
     """
     found: dict[tuple[str, str], list[Mapping[str, Any]]] = {}
-    for session in sessions:
-        if name := session["harness_session"]:
-            found.setdefault((session["tenant"], name), []).append(session)
+    for agent in agents:
+        if name := agent["harness_session"]:
+            found.setdefault((agent["tenant"], name), []).append(agent)
     programs = [
         _program(tenant, name, agents)
         for (tenant, name), agents in found.items()
@@ -33,7 +34,7 @@ def _program(tenant: str, name: str, agents: list[Mapping[str, Any]]) -> dict[st
         "session": name,
         "tenant": tenant,
         "harness": agents[0]["harness"],
-        "agents": len(agents),
+        "agents": max(sum(one["class"] not in OF_NO_AGENT for one in agents), 1),
         "subagents": sum(one["class"] in OF_SUBAGENTS for one in agents),
         "turns": sum(one["turns"] for one in agents),
         "prompt_tokens": sum(one["prompt_tokens"] for one in agents),

@@ -127,6 +127,7 @@ class RequestLog:
                 usage,
                 ended.ttft_s if _is_ok(ended) else None,
                 ended.facts,
+                routing.session_name,
             )
             metrics.clients.count(ended.facts, prompt_tokens, usage)
             self._count_tokens(ended, worker, streams=streams)

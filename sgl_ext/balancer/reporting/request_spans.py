@@ -169,7 +169,7 @@ class RequestSpans:
             "sgl_ext.request.id": ended.request_id,
             "sgl_ext.outcome": ended.outcome.value,
             "sgl_ext.tenant": ended.tenant or None,
-            "sgl_ext.session": None if ended.session is None else f"{ended.session:032x}",
+            "sgl_ext.session": ended.session,
             "sgl_ext.attempts": ended.attempts,
         }
         known = {name: value for name, value in attributes.items() if value is not None}

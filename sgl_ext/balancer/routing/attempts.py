@@ -33,6 +33,7 @@ FOLLOW_TOKENS = 512
 class RoutingRequest(msgspec.Struct, frozen=True, gc=False):
     """What routing needs to know of a request.
 
+    session: a number for the agent's conversation. name: of its session, if its client states one.
     prefix: breaks ties; equal for requests that share a beginning.
     runs: whether the engine's scheduler runs it, so that it needs capacity there.
     warms: whether it is prefilled ahead, when the engine is idle: it is no load, and no request
@@ -51,6 +52,14 @@ class RoutingRequest(msgspec.Struct, frozen=True, gc=False):
     runs: bool = True
     warms: bool = False
     only: frozenset[str] | None = None
+    name: str = ""
+
+    @property
+    def session_name(self) -> str | None:
+        """The session as logs and pages have it; None if it is unknown."""
+        if self.name or self.session is None:
+            return self.name or None
+        return f"{self.session:032x}"
 
 
 NO_ROUTING = RoutingRequest(Chain(), None, 0, 0, runs=False)

@@ -25,7 +25,7 @@ def explain(router: Router, routing: RoutingRequest) -> dict[str, Any]:
         "segments": len(routing.chain.hashes),
         "tools": routing.chain.tools,
         "prompt_tokens": routing.prompt_tokens,
-        "session": None if routing.session is None else f"{routing.session:032x}",
+        "session": routing.session_name,
         "home": request.home,
         "worker": None if placement is None else placement.worker,
         "reason": "no worker is open" if placement is None else placement.reason,

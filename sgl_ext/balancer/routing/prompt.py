@@ -9,11 +9,12 @@ from sgl_ext.requests.default_hints import NO_DEFAULTS, DefaultHints
 from sgl_ext.requests.priority import Importance, read_importance
 from sgl_ext.requests.protocol import Protocol
 from sgl_ext.requests.segments import Chain, read_chain, with_sorted_tools
-from sgl_ext.requests.session import salt_of, session_key
+from sgl_ext.requests.session import salt_of, session_key, stated_name
 
 
 class Prompt(msgspec.Struct, frozen=True, gc=False):
-    """prefix: breaks ties; equal for requests that share a beginning.
+    """session: of `session_key`. stated: of `stated_name`.
+    prefix: breaks ties; equal for requests that share a beginning.
     size_bytes: of the canonical text; of the body if there is none.
     """
 
@@ -22,6 +23,7 @@ class Prompt(msgspec.Struct, frozen=True, gc=False):
     prefix: int
     size_bytes: int
     importance: Importance
+    stated: str = ""
 
 
 def read_prompt(
@@ -49,4 +51,5 @@ def read_prompt(
         chain.ends[-1] if chain.ends else size_bytes,
         # Malformed hints are left to the engine, which rejects them.
         read_importance(headers, body, ceiling, defaults),
+        stated_name(headers, body),
     )

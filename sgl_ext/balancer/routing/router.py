@@ -24,7 +24,7 @@ from sgl_ext.balancer.routing.worker import DECODE, Worker
 from sgl_ext.balancer.routing.workers import Workers, can_answer
 from sgl_ext.protocols.registry import of_path
 from sgl_ext.requests.segments import Chain
-from sgl_ext.requests.session import TENANT_HEADER, is_final
+from sgl_ext.requests.session import TENANT_HEADER, is_final, shown_name
 from sgl_ext.tenants import Tenants
 
 
@@ -35,6 +35,7 @@ class Router:
     worker_limit: how many requests may be in flight at a worker in any case.
     lists_others: whether in a large fleet, too, the attempt of a session that stays at its worker
         lists others.
+    hashes_sessions: whether sessions are named by hashes.
     on_capacity: called whenever a worker may have more capacity.
     """
 
@@ -47,6 +48,7 @@ class Router:
     clock: Callable[[], float] = time.monotonic
     prefixes: Prefixes = field(default_factory=Prefixes)
     lists_others: bool = False
+    hashes_sessions: bool = False
 
     def __post_init__(self) -> None:
         self.attempts = Attempts(self.prefixes, self.clock)
@@ -80,6 +82,8 @@ class Router:
         self, prompt: Prompt, headers: Mapping[str, str], *, warms: bool = False
     ) -> RoutingRequest:
         """How to route a request with this prompt. `headers` has lower-case names."""
+        tenant = headers.get(TENANT_HEADER, "")
+        name = shown_name(prompt.stated, tenant, hashes=self.hashes_sessions)
         return RoutingRequest(
             prompt.chain,
             prompt.session,
@@ -88,9 +92,10 @@ class Router:
             is_final(headers),
             prompt.importance.priority,
             prompt.importance.output_tokens or 0,
-            headers.get(TENANT_HEADER, ""),
+            tenant,
             runs=not warms,
             warms=warms,
+            name=name,
         )
 
     def place(

@@ -165,7 +165,8 @@ export class View {
       ],
     });
     this.sessions = new Table(byId("sessions"), {
-      label: "sessions-title", key: ({ id }) => id, empty: "No session sent a request in the last hour.",
+      label: "sessions-title", key: ({ tenant, id }) => `${tenant}\n${id}`,
+      empty: "No session sent a request in the last hour.",
       columns: [
         { head: "Session", isHead: true, show: (cell, { id }) => shortId(cell, id) },
         { head: "Tenant", kind: "name", show: name(({ tenant }) => tenant) },

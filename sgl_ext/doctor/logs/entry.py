@@ -13,7 +13,7 @@ class Entry(NamedTuple):
     """A request that an engine answered.
 
     prefix, tools: the hashes of tools and instructions, and of tools; "" where there are none.
-    session: a hash of its conversation; "" if that is unknown.
+    session: its session, as its client names it, or a hash; "" if that is unknown.
     agent: what the harness sends it for, such as "subagent"; "" if it does not say.
     """
 
@@ -50,13 +50,22 @@ def read_entry(line: bytes) -> Entry | None:
         str(client.get("version", "")),
         str(client.get("request_class", "")),
         str(record["model"] or ""),
-        str(record["session"] or ""),
+        _session(record, client),
         str(record["prefix_hash"] or ""),
         str(record["tools_hash"] or ""),
         _count(record["tools_count"]),
         float(record["ttft_ms"]),
         Tokens(prompt - read, read, _count(record.get("output_tokens") or 0)),
     )
+
+
+def _session(record: dict[str, Any], client: dict[str, Any]) -> str:
+    """The session by the id that its client states, with that of its sub-agent. Older balancers
+    wrote another `session` for each system text."""
+    if not (stated := client.get("session")):
+        return str(record["session"] or "")
+    agent = client.get("agent_id")
+    return f"{stated}/{agent}" if agent and agent != stated else str(stated)
 
 
 def _count(value: Any) -> int:

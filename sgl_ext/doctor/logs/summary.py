@@ -1,6 +1,7 @@
 """What one request log says: the shape of prompts, how stable they begin, and what was computed.
 
-A task is a conversation: all requests with one `session`.
+A task is a session: all requests with one `session`. A turn is compared with the one before it of
+the same task that was sent for the same kind of agent.
 """
 
 from array import array
@@ -15,17 +16,18 @@ from sgl_ext.doctor.logs.tokens import Tokens
 
 
 class _Task:
-    """requests: of the conversation. prefix, tools: the hashes of its latest prompt."""
+    """requests: of the session. latest: the hashes `prefix` and `tools` of the latest prompt of
+    each kind of agent."""
 
-    __slots__ = ("prefix", "requests", "tools")
+    __slots__ = ("latest", "requests")
 
     def __init__(self) -> None:
         self.requests = 0
-        self.prefix = self.tools = ""
+        self.latest: dict[str, tuple[str, str]] = {}
 
 
 class Summary:
-    """Sums over the requests of a log. It grows by about 20 bytes a request, 200 a task."""
+    """Sums over the requests of a log. It grows by about 20 bytes a request, 500 a task."""
 
     def __init__(self, prices: Prices | None = None) -> None:
         self.families = Families()
@@ -59,12 +61,13 @@ class Summary:
 
     def _add_to_task(self, entry: Entry) -> None:
         task = self._tasks.setdefault(entry.session, _Task())
-        if task.requests:
+        if (latest := task.latest.get(entry.agent)) is not None:
+            prefix, tools = latest
             self._later += 1
-            self._same_prefix += task.prefix == entry.prefix
-            self._same_tools += task.tools == entry.tools
+            self._same_prefix += prefix == entry.prefix
+            self._same_tools += tools == entry.tools
         task.requests += 1
-        task.prefix, task.tools = entry.prefix, entry.tools
+        task.latest[entry.agent] = entry.prefix, entry.tools
 
     def as_json(self) -> dict[str, Any]:
         """Its figures. Those that have nothing to count are null."""

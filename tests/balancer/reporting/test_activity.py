@@ -54,6 +54,20 @@ def test_a_session_s_share_is_of_all_its_turns() -> None:
     ]
 
 
+def test_agents_that_state_no_id_are_one_session() -> None:
+    one, two = Activity(NOW_S), Activity(NOW_S)
+    add(one, session=1, name="s", tenant="bob", usage=Usage(100, 100, 1))
+    add(two, NOW_S + 1, session=2, name="s", tenant="bob", usage=Usage(300, 100, 201))
+    add(two, NOW_S + 2, session=3, name="s", tenant="alice")
+    found = shown(one, two, now_s=NOW_S + 2)
+    assert [(row["id"], row["tenant"], row["turns"]) for row in found["sessions"]] == [
+        ("s", "alice", 1),
+        ("s", "bob", 2),
+    ]
+    assert found["sessions"][1]["cached_share"] == 0.5
+    assert (found["session_count"], len(found["agents"])) == (2, 3)
+
+
 def test_output_tokens_are_what_was_computed_beyond_the_prompt() -> None:
     one = Activity(NOW_S)
     add(one, usage=Usage(100, 40, 80))

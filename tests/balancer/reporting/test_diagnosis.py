@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -18,9 +19,11 @@ from sgl_ext.balancer.routing.workers import Workers
 from sgl_ext.doctor.__main__ import main
 from sgl_ext.protocols.registry import of_path
 from sgl_ext.requests.client_facts import NO_FACTS
+from sgl_ext.requests.session import shown_name
 from sgl_ext.requests.strip import HeaderStrip, strip_request
 from tests.balancer.conftest import Engine, Start
 from tests.doctor.prompts import MESSAGES, SYSTEM, TOOLS, messages, system, turns
+from tests.waiting import HANG_S
 
 CLAUDE = {"user-agent": "claude-cli/2.1.197 (external, cli)", "x-tenant-id": "team-a"}
 SECRET = "hunter2-in-the-prompt"
@@ -40,7 +43,7 @@ async def ask(client: ClientSession, body: Any, session: str, **more: str) -> No
 
 async def lines(log: Path, count: int) -> list[dict[str, Any]]:
     """The log's lines, once there are so many."""
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(HANG_S):
         while len(found := log.read_bytes().splitlines()) < count:  # noqa: ASYNC110,ASYNC240
             await asyncio.sleep(0.02)
     return [orjson.loads(line) for line in found]
@@ -254,7 +257,7 @@ async def test_no_text_of_a_prompt_key_or_header_is_logged(
     start: Start, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     log = tmp_path / "requests.log"
-    client = await start(Engine("a", answer), request_log=str(log))
+    client = await start(Engine("a", answer), request_log=str(log), hash_sessions=True)
     secrets = {"authorization": "Bearer sk-secret-key", "x-other": "secret-value"}
     for turn in range(3):
         body = clock(turn, turn)
@@ -268,6 +271,43 @@ async def test_no_text_of_a_prompt_key_or_header_is_logged(
     for text in (log.read_text(), findings.decode(), caplog.text):
         for secret in (SECRET, "secret", "12:00", "agent"):
             assert secret not in text.replace(url, "")
+
+
+@pytest.mark.parametrize("hashes", [False, True])
+async def test_a_session_has_one_name_in_log_page_and_pins(
+    start: Start, tmp_path: Path, hashes: bool
+) -> None:
+    log = tmp_path / "requests.log"
+    pin = {"prefix": "a" * 32, "segment": None, "tokens": 9, "ttl_s": 60.0, "left_s": 30.0}
+    pin |= {"hits": 1, "owner": "team-a", "session": "s1"}
+    engine, events = Engine("a", answer), asyncio.Queue[bytes]()
+    report = {"seq": 0, "snapshot": True, "publishes": ["prefixes"], "pinned": [pin]}
+    events.put_nowait(json.dumps(report).encode() + b"\n")
+    engine.events.append(events)
+    client = await start(engine, request_log=str(log), hash_sessions=hashes)
+    for turn in range(3):  # the system text changes with each turn
+        await ask(client, clock(turn, turn), "s1")
+    await ask(client, clock(0, 0), "s1", **{"x-claude-code-agent-id": "a1"})
+    told = await lines(log, 4)
+    async with asyncio.timeout(HANG_S):
+        while not (found := await (await client.get("/sgl_ext/state")).json())["pins"]:  # noqa: ASYNC110
+            await asyncio.sleep(0.01)
+    name = shown_name("s1", "team-a", hashes=hashes)
+    assert (name == "s1") is not hashes
+    assert [line["session"] for line in told[:3]] == [name] * 3
+    assert {line["client"]["session"] for line in told} == {name}
+    of_agent = shown_name("s1/a1", "team-a", hashes=hashes)
+    assert told[3]["session"] == of_agent
+    assert {row["id"]: row["turns"] for row in found["sessions"]} == {name: 3, of_agent: 1}
+    (program,) = found["programs"]
+    assert (program["session"], program["agents"], program["turns"]) == (name, 2, 4)
+    assert [row["session"] for row in found["pins"]] == [name]
+    explained = await client.post(
+        "/sgl_ext/explain/v1/messages",
+        json=clock(0, 9),
+        headers=CLAUDE | {"x-claude-code-session-id": "s1"},
+    )
+    assert (await explained.json())["session"] == name
 
 
 async def test_a_prompt_that_cannot_be_compared_is_still_answered(

@@ -32,6 +32,13 @@ def test_the_agents_of_a_harness_s_session_are_one_program() -> None:
     }
 
 
+def test_what_a_harness_sends_beside_its_agents_is_no_agent() -> None:
+    (found,) = programs_of([session("s"), session("s", **{"class": "auxiliary"})])
+    assert (found["agents"], found["turns"]) == (1, 4)
+    (found,) = programs_of([session("s", **{"class": "side_reply"})])
+    assert found["agents"] == 1
+
+
 def test_the_latest_is_first_and_one_name_of_two_tenants_is_two_programs() -> None:
     found = programs_of(
         [

@@ -179,6 +179,18 @@ def test_session_headers_separate_equal_conversations(setting: Setting) -> None:
     one = setting.read("Hello", **{"x-claude-code-session-id": "1"})
     two = setting.read("Hello", **{"x-claude-code-session-id": "2"})
     assert one.session != two.session
+
+
+def test_a_session_keeps_its_worker_when_its_system_text_changes(setting: Setting) -> None:
+    stated = {"x-claude-code-session-id": "s"}
+    first = setting.place(setting.read("Hello", **stated))
+    later = setting.read("Hello", "Hi.", "Go on", system=f"It is 12:01. {HARNESS}", **stated)
+    assert explain(setting.router, later)["home"] == first.worker.id
+    helper = setting.read("Find the bug.", **stated)
+    assert explain(setting.router, helper)["home"] is None
+    assert len({each.session_name for each in (first.routing, later, helper)}) == 1
+    other = setting.read("Hello", **stated, **{"x-tenant-id": "other"})
+    assert other.session != first.routing.session
     assert one.chain == two.chain
 
 

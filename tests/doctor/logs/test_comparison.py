@@ -30,11 +30,20 @@ def line(
     status: int = 200,
     ttft_s: float = 0.1,
     time_s: float = 1.0,
+    stated: str = "",
+    agent: str = "",
+    request_class: str = "",
 ) -> bytes:
     """The line of an answered request; `tools` and `prefix` are hashes."""
     chain = Chain((tools, prefix), (10, 20), tools=3, tool_segments=1, head_segments=2)
     usage = None if read is None else Usage(prompt, read, prompt - read + output)
-    facts = ClientFacts(harness="claude-code", version=version)
+    facts = ClientFacts(
+        harness="claude-code",
+        version=version,
+        request_class=request_class,
+        agent_id=agent,
+        session=stated,
+    )
     routing = RoutingRequest(chain, session, 1, prompt - 50)
     about = ("id", "0" * 32, time_s, "/v1/messages", status, Outcome.COMPLETE, None)
     return as_line(ended_request(*about, routing, None, usage, 0.0, ttft_s, 1.0, 1, None, facts))
@@ -92,6 +101,23 @@ def test_how_stable_prompts_begin(tmp_path: Path, capsys: pytest.CaptureFixture[
     (family,) = found["families"]
     assert (family["before"]["beginnings"], family["after"]["beginnings"]) == (3, 2)
     assert family["tools"] == 3
+
+
+def test_turns_of_the_id_that_the_client_states_are_one_task(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    # A balancer that took another system text for another session wrote the first log.
+    before = [line(number, prefix=number, stated="s") for number in (1, 1, 2, 3)]
+    of_agents = [
+        line(1, prefix=70, stated="s", request_class="main"),
+        line(2, prefix=80, stated="s", request_class="subagent"),
+        line(1, prefix=70, stated="s", request_class="main"),
+        line(3, prefix=90, stated="s", request_class="subagent", agent="a"),
+    ]
+    found = compared(tmp_path, capsys, before, of_agents)
+    assert (found["before"]["tasks"], found["before"]["same_prefix_share"]) == (1, 0.3333)
+    # Turns of a lead and of a sub-agent, which alternate, are not compared with one another.
+    assert (found["after"]["tasks"], found["after"]["same_prefix_share"]) == (2, 1)
 
 
 def test_families_have_their_share_and_cost(
