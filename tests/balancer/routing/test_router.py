@@ -179,6 +179,7 @@ def test_session_headers_separate_equal_conversations(setting: Setting) -> None:
     one = setting.read("Hello", **{"x-claude-code-session-id": "1"})
     two = setting.read("Hello", **{"x-claude-code-session-id": "2"})
     assert one.session != two.session
+    assert one.chain == two.chain
 
 
 def test_a_session_keeps_its_worker_when_its_system_text_changes(setting: Setting) -> None:
@@ -191,7 +192,6 @@ def test_a_session_keeps_its_worker_when_its_system_text_changes(setting: Settin
     assert len({each.session_name for each in (first.routing, later, helper)}) == 1
     other = setting.read("Hello", **stated, **{"x-tenant-id": "other"})
     assert other.session != first.routing.session
-    assert one.chain == two.chain
 
 
 def test_tools_in_any_order_are_one_prefix_with_sort_tools() -> None:
