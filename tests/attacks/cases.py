@@ -14,6 +14,8 @@ import zlib
 from collections.abc import Callable
 from typing import NamedTuple
 
+import zstandard
+
 _MIB = 1 << 20
 MESSAGES, CHAT, CONTEXTS = "/v1/messages", "/v1/chat/completions", "/v1/contexts"
 RESPONSES = "/v1/responses"
@@ -129,6 +131,7 @@ CASES = [
     Case("15,000 headers", lambda: head("GET", "/health", *["a:"] * 15_000), 200),
     Case("chunks of one byte", lambda: head("POST", MESSAGES, _CHUNKED) + _CHUNKS, 400),
     Case("bodies that inflate a thousandfold", lambda: deflated(CHAT, _BLANKS), 413, times=5),
+    Case("a zstd bomb", lambda: post(CHAT, _ZSTD, "content-encoding: zstd"), 413),
     Case("a gzip bomb", lambda: post(CHAT, gzip.compress(_BLANKS), "content-encoding: gzip"), 413),
     # The event loop: many small elements, or a text that takes long to read.
     Case("16 MB of blocks, deflated", lambda: deflated(MESSAGES, system_of(_ONE, 16 * _MIB)), 413),

@@ -8,6 +8,7 @@ from sgl_ext.limits.bounds import MAX_BODILESS_BYTES
 from sgl_ext.limits.byte_account import Hold
 from sgl_ext.protocols.errors import BalancerError, body_too_large, no_memory
 
+_NO_CODING = b"identity"
 _WITH_BODY = ("POST", "PUT", "PATCH")
 
 
@@ -23,14 +24,22 @@ def check_body(
         limit = min(limit, MAX_BODILESS_BYTES)
     if size_bytes > limit:
         raise body_too_large(limit)
-    encoding = head.fields.get(b"content-encoding")
-    if encoding is None:
-        return limit, None
-    if encoding.lower() not in ENCODINGS:
-        given = encoding.decode("latin-1")
-        message = f"content-encoding: must be gzip or deflate, not {given!r}"
-        raise BalancerError(HTTPStatus.UNSUPPORTED_MEDIA_TYPE, message)
-    return limit, CompressedBody(encoding.lower(), limit)
+    encoding = _encoding(head.fields.get(b"content-encoding", b""))
+    return limit, CompressedBody(encoding, limit) if encoding else None
+
+
+def _encoding(stated: bytes) -> bytes:
+    """The one coding of a body; b"" if it has none. Raises BalancerError 415."""
+    words = (word.strip().lower() for word in stated.split(b","))
+    codings = [word for word in words if word not in (b"", _NO_CODING)]
+    unknown = next((word for word in codings if word not in ENCODINGS), None)
+    if unknown is not None:
+        message = f"must be gzip, deflate, zstd or identity, not {unknown.decode('latin-1')!r}"
+    elif len(codings) > 1:
+        message = f"must be one coding, not {stated.decode('latin-1')!r}"
+    else:
+        return codings[0] if codings else b""
+    raise BalancerError(HTTPStatus.UNSUPPORTED_MEDIA_TYPE, f"content-encoding: {message}")
 
 
 def take(hold: Hold, size: int) -> None:

@@ -1,4 +1,4 @@
-"""A compressed body, inflated as it arrives: gzip, or deflate with and without its zlib header.
+"""A compressed body, inflated as it arrives: gzip, zstd, deflate with and without its zlib header.
 
 A few KB can inflate to many MB. So beyond a first MB a body may only be MAX_RATIO times as large
 as what has arrived of it.
@@ -8,11 +8,13 @@ import zlib
 from collections.abc import Callable
 from http import HTTPStatus
 
+from sgl_ext.balancer.http import zstd
 from sgl_ext.limits.bounds import FREE_INFLATED_BYTES, INFLATED_STEP_BYTES, MAX_RATIO
 from sgl_ext.protocols.errors import BalancerError, body_too_large
 
 _WINDOW = {b"gzip": 31, b"x-gzip": 31, b"deflate": zlib.MAX_WBITS}
-ENCODINGS = frozenset(_WINDOW)
+_ZSTD = b"zstd"
+ENCODINGS = frozenset((*_WINDOW, _ZSTD))
 
 
 class CompressedBody:
@@ -23,7 +25,7 @@ class CompressedBody:
         self._encoding = encoding
         self._max_bytes = max_bytes
         self._arrived = 0
-        self._decoder: zlib._Decompress | None = None
+        self._decoder: zlib._Decompress | zstd.ZstdDecoder | None = None
 
     def take(self, data: bytes | bytearray, reserve: Callable[[int], None]) -> None:
         """Inflates the next bytes.
@@ -35,20 +37,17 @@ class CompressedBody:
         if not data:
             return
         if self._decoder is None:
-            window = _WINDOW[self._encoding]
-            if self._encoding == b"deflate" and data[0] & 0x0F != zlib.DEFLATED:
-                # Some clients send it without the zlib header.
-                window = -window
-            self._decoder = zlib.decompressobj(wbits=window)
+            self._decoder = self._decoder_of(data[0])
         self._arrived += len(data)
         allowed = max(FREE_INFLATED_BYTES, MAX_RATIO * self._arrived)
+        left: bytes | bytearray | memoryview = data
         is_full = True
-        while data or is_full:
+        while left or is_full:
             room = min(allowed, self._max_bytes) - len(self.body)
             step = min(room + 1, INFLATED_STEP_BYTES)
             try:
-                inflated = self._decoder.decompress(data, step)
-            except zlib.error:
+                inflated = self._decoder.decompress(left, step)
+            except (zlib.error, zstd.Error):
                 message = "body: does not have the form of its content-encoding"
                 raise BalancerError(HTTPStatus.BAD_REQUEST, message) from None
             self.body += inflated
@@ -58,9 +57,19 @@ class CompressedBody:
                 message = f"body: inflates to more than {MAX_RATIO} times its compressed size"
                 raise BalancerError(HTTPStatus.REQUEST_ENTITY_TOO_LARGE, message)
             reserve(len(self.body))
-            data, is_full = self._decoder.unconsumed_tail, len(inflated) == step
+            left, is_full = self._decoder.unconsumed_tail, len(inflated) == step
         if self._decoder.unused_data:
             raise _incomplete()
+
+    def _decoder_of(self, first: int) -> "zlib._Decompress | zstd.ZstdDecoder":
+        """The decoder of a body that begins with this byte."""
+        if self._encoding == _ZSTD:
+            return zstd.ZstdDecoder()
+        window = _WINDOW[self._encoding]
+        if self._encoding == b"deflate" and first & 0x0F != zlib.DEFLATED:
+            # Some clients send it without the zlib header.
+            window = -window
+        return zlib.decompressobj(wbits=window)
 
     def end(self) -> None:
         """All bytes were given. Raises BalancerError 400 if some are missing."""

@@ -8,6 +8,7 @@ import zlib
 
 import httptools
 import pytest
+import zstandard
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -260,6 +261,9 @@ def test_chunks_must_have_a_size_on_average() -> None:
     assert facts(read_all(reader(), [data])) == [(b"/", b"", 400, False)]
 
 
+_PACK = {b"deflate": zlib.compress, b"zstd": zstandard.compress, b"identity": bytes}
+
+
 @pytest.mark.parametrize("level", [0, 9])
 def test_a_compressed_body_inflates_to_a_hundred_times_its_size_at_most(level: int) -> None:
     """Level 0 does not compress at all."""
@@ -271,7 +275,8 @@ def test_a_compressed_body_inflates_to_a_hundred_times_its_size_at_most(level: i
     assert facts(read_all(reader(limit=4 * len(text)), [free])) == [(b"/", text[1:], None, True)]
 
 
-def test_a_body_does_not_inflate_beyond_the_room_of_its_account() -> None:
+@pytest.mark.parametrize("encoding", [b"deflate", b"zstd"])
+def test_a_body_does_not_inflate_beyond_the_room_of_its_account(encoding: bytes) -> None:
     account, made = ByteAccount(200_000), []
     source = RequestReader(RequestHeadCache(lambda head: None), 1 << 30, account)
     take_up_to = Hold.take_up_to
@@ -283,7 +288,7 @@ def test_a_body_does_not_inflate_beyond_the_room_of_its_account() -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Hold, "take_up_to", note)
         text = b"x" * FREE_INFLATED_BYTES
-        data = post(b"/", zlib.compress(text, 9), b"Content-Encoding: deflate")
+        data = post(b"/", _PACK[encoding](text), b"Content-Encoding: " + encoding)
         assert facts(read_all(source, [data])) == [(b"/", b"", 503, True)]
     assert account.used == 0
     assert max(made) <= account.limit_bytes + INFLATED_STEP_BYTES
@@ -351,10 +356,14 @@ def test_chunks_are_read_no_more_leniently_than_by_llhttp(data: bytes) -> None:
         assert not oracle.complete
 
 
-@pytest.mark.parametrize("encoding", [b"gzip", b"x-gzip", b"GZIP", b"deflate"])
+@pytest.mark.parametrize(
+    "encoding",
+    [b"gzip", b"x-gzip", b"GZIP", b"deflate", b"zstd", b"Zstd", b"identity", b"gzip, identity"],
+)
 def test_compressed_bodies_are_decoded(encoding: bytes) -> None:
     text = b"text " * 1000
-    body = zlib.compress(text) if encoding == b"deflate" else gzip.compress(text)
+    pack = _PACK.get(encoding.lower(), gzip.compress)
+    body = pack(text)
     line = b"Content-Encoding: " + encoding
     for data in (post(b"/", body, line), post_chunked(b"/", body, lines=(line,))):
         assert facts(read_all(reader(), [data])) == [(b"/", text, None, True)]
@@ -377,7 +386,13 @@ def test_bare_deflate_is_decoded_too() -> None:
         (b"deflate", b"x\x9cno", 400),
         (b"br", b"x", 415),
         (b"gzip, gzip", b"x", 415),
-        (b"zstd", b"x", 415),
+        (b"br, identity", b"x", 415),
+        (b"zstd", zstandard.compress(b"x" * (LIMIT + 1)), 413),
+        (b"zstd", zstandard.compress(b"x" * 1000)[:-1], 400),
+        (b"zstd", zstandard.compress(b"x") + b"more", 400),
+        (b"zstd", b"no zstd at all, and long", 400),
+        (b"zstd", b"x", 400),
+        (b"zstd", zstandard.compress(b"x")[:5], 400),
     ],
 )
 def test_an_undecodable_body_is_rejected_and_the_next_request_is_read(
