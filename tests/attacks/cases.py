@@ -97,6 +97,7 @@ _CHUNKED = "transfer-encoding: chunked"
 _CHUNKS = b"1\r\n \r\n" * 300_000 + b"2\r\n{}\r\n0\r\n\r\n"
 _FOREIGN = "origin: https://evil.example"
 _PART, _BLANKS = b" " * 300_000, b" " * 60 * _MIB
+_ZSTD = zstandard.compress(_BLANKS)
 _TEXT = b"All happy families are alike; each unhappy family is unhappy in its own way. "
 _TURN = b'{"role":"user","content":[%b]}'
 _LONG_TURN = _TURN % b",".join([b'{"type":"text","text":"%b"}' % (_TEXT * 50)] * 3)
