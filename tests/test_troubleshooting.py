@@ -46,6 +46,8 @@ VERB_OPTIONS = {
         "GPUs cannot be used: ",
         ": it hides all GPUs",
         "No engine is ready.",
+        "Two engines ended while they ran this request",
+        "its scheduler stands still",
         "Invalid or missing API key.",
         "needs an operator's key",
         "is not this machine",

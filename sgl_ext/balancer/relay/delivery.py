@@ -185,7 +185,7 @@ class Delivery(ABC):
             attempt.follows.followers.append(partial(self._go_on, attempt))
         else:
             self._connect()
-        if attempt.placement.reason == "home":
+        if attempt.placement.reason == "home" and not self._on_trial:
             services.standby_prefill.consider(
                 attempt, self._head, self._request.body, self._request_id
             )
