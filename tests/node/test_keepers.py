@@ -5,8 +5,12 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+from aiohttp import web
+from aiohttp.test_utils import TestServer
+
 from scheduler.silence import RESTART_S
 from sgl_ext.node.children import EngineList
+from sgl_ext.node.engine_calls import EngineCalls
 from sgl_ext.node.keepers import HungEngines
 from tests.node.test_restarts import FakeEngine, FakeNode
 
@@ -46,3 +50,20 @@ async def test_an_engine_that_hangs_is_ended_after_a_while() -> None:
     listed.restarting.add("engine-0")
     await hung.look()
     assert ended == ["engine-1", "engine-2"], "what restarts on order is left to that"
+
+
+async def test_the_balancer_says_which_engines_hang() -> None:
+    rows = [{"id": "engine-0@box", "hung_s": 61.5}, {"id": "engine-1@box", "hung_s": 0.0}]
+
+    async def health(_: web.Request) -> web.Response:
+        return web.json_response({"workers": rows}, status=503)
+
+    app = web.Application()
+    app.router.add_get("/health", health)
+    async with TestServer(app) as server:
+        calls = EngineCalls(str(server.make_url("")).rstrip("/"), None)
+        assert await calls.hung_s() == {"engine-0@box": 61.5}
+        await calls.close()
+    silent = EngineCalls("http://127.0.0.1:1", None)
+    assert await silent.hung_s() == {}
+    await silent.close()
