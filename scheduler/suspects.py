@@ -24,7 +24,7 @@ sent later is no cause.
 """
 
 from collections import OrderedDict, deque
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field
 from enum import Enum
 
@@ -44,6 +44,8 @@ LIMIT = 4096
 MOST_LEFT = 64
 # Refused requests that are told to peers.
 MOST_TOLD = 64
+# A peer says each second that a trial of its own is under way.
+PEER_SILENT_S = 3.0
 
 
 class Verdict(Enum):
@@ -102,6 +104,7 @@ class Suspects:
     _ended_s: dict[str, float] = field(default_factory=dict, init=False)
     _gone_s: dict[str, float] = field(default_factory=dict, init=False)
     _explained_s: dict[str, float] = field(default_factory=dict, init=False)
+    _peers_try_s: dict[Hashable, float] = field(default_factory=dict, init=False)
     _left: dict[str, deque[tuple[str, float]]] = field(default_factory=dict, init=False)
 
     def __len__(self) -> int:
@@ -224,7 +227,7 @@ class Suspects:
 
         waited_s: how long it has waited. others: engines that would be left if one ended.
         """
-        if self._trial is not None or waited_s < SETTLE_S:
+        if self._trial is not None or self._peers_try_s or waited_s < SETTLE_S:
             return False
         case = self._cases.get(request)
         has_lived = case is not None and case.has_lived
@@ -277,11 +280,17 @@ class Suspects:
         self._ended_s = {w: at for w, at in self._ended_s.items() if now_s - at < ENDED_S}
         self._gone_s = {w: at for w, at in self._gone_s.items() if now_s - at < ENDED_S}
         self._explained_s = {w: until for w, until in self._explained_s.items() if now_s < until}
+        self._peers_try_s = {p: until for p, until in self._peers_try_s.items() if now_s < until}
         for worker, left in tuple(self._left.items()):
             if now_s - left[-1][1] >= REFUSED_S:
                 del self._left[worker]
 
     # Peers.
+
+    @property
+    def is_trying(self) -> bool:
+        """Whether a trial is under way here. Two at once could not be told apart."""
+        return self._trial is not None
 
     def told(self, now_s: float) -> dict[str, float]:
         """The requests that were convicted here, and for how long each is refused; of many, the
@@ -292,8 +301,14 @@ class Suspects:
                 found[request] = case.refused_until_s - now_s
         return found
 
-    def hear(self, told: dict[str, float], now_s: float) -> None:
-        """Refuses what a peer convicted."""
+    def hear(
+        self, peer: Hashable, told: dict[str, float], now_s: float, *, is_trying: bool
+    ) -> None:
+        """Refuses what a peer convicted, and begins no trial while the peer tries one."""
+        if is_trying:
+            self._peers_try_s[peer] = now_s + PEER_SILENT_S
+        else:
+            self._peers_try_s.pop(peer, None)
         for request, left_s in told.items():
             if self.standing(request, now_s) is not REFUSED:
                 case = self._case(request, now_s)

@@ -12,6 +12,7 @@ from scheduler.suspects import (
     LAST_WAIT_S,
     LIMIT,
     MOST_TRIAL_S,
+    PEER_SILENT_S,
     REFUSED,
     REFUSED_S,
     SETTLE_S,
@@ -258,11 +259,24 @@ def test_peers_refuse_what_was_convicted_elsewhere_as_long_and_tell_it_no_furthe
     one.later(REFUSED_S - 100)
     told = one.suspects.told(one.now_s)
     assert told == {"poison": 100}
-    two.suspects.hear(told, two.now_s)
+    two.suspects.hear("one", told, two.now_s, is_trying=False)
     assert two.standing("poison") == "REFUSED"
     assert two.suspects.told(two.now_s) == {}
     two.later(100)
     assert two.standing("poison") == "AGAIN"
+
+
+def test_no_trial_begins_while_a_peer_tries_one() -> None:
+    """Both could be on the same engine, and one of them would be blamed for the other."""
+    fleet = Fleet()
+    fleet.dies("a", ("one", 0.2))
+    fleet.suspects.hear("peer", {}, fleet.now_s, is_trying=True)
+    assert not fleet.suspects.may_begin("one", SETTLE_S, 1)
+    fleet.suspects.hear("peer", {}, fleet.now_s, is_trying=False)
+    assert fleet.suspects.may_begin("one", SETTLE_S, 1)
+    fleet.suspects.hear("peer", {}, fleet.now_s, is_trying=True)
+    fleet.later(PEER_SILENT_S)
+    assert fleet.suspects.may_begin("one", SETTLE_S, 1), "the peer has ended"
 
 
 def test_the_table_is_bounded() -> None:

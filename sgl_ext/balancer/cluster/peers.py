@@ -64,11 +64,13 @@ class _State(msgspec.Struct, tag=True):
 
     refused: the requests that it refuses because they ended two engines, by their fingerprints, and
         for how many seconds.
+    is_trying: whether it sends a request again that may end an engine.
     """
 
     loads: dict[str, Load]
     admin: AdminChanges
     refused: dict[str, float] = {}
+    is_trying: bool = False
 
 
 _DECODER = msgspec.json.Decoder(_Placed | _State)
@@ -161,8 +163,9 @@ class Peers:
     def send_state(self) -> None:
         """Sends the loads and the admin API's changes. Call it every STATE_S."""
         self._sent = self._loads()
-        refused = self.router.suspects.told(self.clock())
-        self._send(_State(self._sent, self.router.workers.admin, refused))
+        suspects = self.router.suspects
+        refused, is_trying = suspects.told(self.clock()), suspects.is_trying
+        self._send(_State(self._sent, self.router.workers.admin, refused, is_trying))
         self._add_up(self.router.workers.all)  # a silent peer's load is gone
 
     def _loads(self) -> dict[str, Load]:
@@ -243,7 +246,8 @@ class Peers:
                 )
             return
         self.router.workers.change(message.admin)
-        self.router.suspects.hear(message.refused, self.clock())
+        suspects, now_s = self.router.suspects, self.clock()
+        suspects.hear(sender, message.refused, now_s, is_trying=message.is_trying)
         before, loads = self._received.get(sender, {}), message.loads
         self._received[sender] = loads
         names = before.keys() | loads.keys()
