@@ -170,10 +170,9 @@ def _bound(fields: dict[str, Any]) -> None:
     """Lets no answer be long: an engine would write it for minutes."""
     for name in _LIMITED:
         value = fields.get(name, _WRITTEN)
-        if type(value) not in (int, float) or not 0 <= value < 2**64:
-            continue
-        if value > 4:
-            fields[name] = 4
+        is_long = type(value) in (int, float) and _WRITTEN < value < 2**64
+        if value is None or is_long:
+            fields[name] = _WRITTEN
 
 
 def _ids(source: Random, vocab_size: int) -> Any:
