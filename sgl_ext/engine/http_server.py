@@ -23,6 +23,7 @@ from sgl_ext.engine.middleware import errors
 from sgl_ext.engine.middleware import secret as secret_check
 from sgl_ext.engine.middleware.cache_writes import CacheWritesMiddleware
 from sgl_ext.engine.middleware.error_shape import EngineError
+from sgl_ext.engine.routes.count_route import count_route
 from sgl_ext.engine.routes.event_routes import event_routes
 from sgl_ext.engine.routes.flush_route import flush_route
 from sgl_ext.engine.routes.model_routes import model_routes
@@ -69,6 +70,7 @@ def extend(server_args: ServerArgs, *_: Any, **__: Any) -> None:
         settings_route(extension, outboxes, _REMOTE if ranks > 1 < args.nnodes else ""),
         *pin_routes([each.pins for each in broadcasters], outboxes),
         *model_routes(),
+        count_route(),
         template_route(),
         work_route(),
     ]

@@ -45,6 +45,7 @@ class FlushCacheReqOutput(Protocol):
 @stands_for(f"{_MANAGERS}.tokenizer_manager:TokenizerManager")
 class TokenizerManager(Protocol):
     model_config: ModelConfig
+    served_model_name: str
     tokenizer: Any
     mm_processor: Any
     is_generation: bool
@@ -124,6 +125,7 @@ class KvHintsEnvelope(Protocol):
 @stands_for(f"{_MANAGERS}.io_struct:GenerateReqInput")
 class GenerateReqInput(Protocol):
     rid: Any
+    text: Any
     input_ids: Any
     sampling_params: Any
     extra_key: Any

@@ -7,15 +7,16 @@ from sgl_ext.protocols.anthropic import ANTHROPIC, COUNT_TOKENS
 from sgl_ext.protocols.chat import CHAT, OLLAMA_CHAT
 from sgl_ext.protocols.errors import OPENAI_ERRORS
 from sgl_ext.protocols.native import NATIVE
-from sgl_ext.protocols.responses import RESPONSES
+from sgl_ext.protocols.responses import COUNT_RESPONSE, RESPONSES
 from sgl_ext.requests.protocol import ErrorShape, Protocol
 
 # In this order `detect` asks them whether a body is theirs.
-PROTOCOLS = (RESPONSES, ANTHROPIC, CHAT, COUNT_TOKENS, OLLAMA_CHAT, *NATIVE)
+PROTOCOLS = (RESPONSES, ANTHROPIC, CHAT, COUNT_TOKENS, COUNT_RESPONSE, OLLAMA_CHAT, *NATIVE)
 UNKNOWN = Protocol(paths=(), errors=OPENAI_ERRORS, generates=False)
 """The protocol of every other path: it has no prompt, no marks and no turns."""
 
 _BY_PATH = {path: protocol for protocol in PROTOCOLS for path in protocol.paths}
+_MEANT = frozenset((*(path for path in _BY_PATH if path.startswith("/v1/")), "/v1/models"))
 _BY_NAME = {protocol.name: protocol for protocol in PROTOCOLS if protocol.name}
 PATHS = tuple(_BY_PATH)
 GENERATING_PATHS = tuple(path for path, protocol in _BY_PATH.items() if protocol.generates)
@@ -31,8 +32,19 @@ def errors_of(path: str) -> ErrorShape:
     """How errors on a path are worded; a path below a protocol's has that protocol's errors."""
     if (protocol := _BY_PATH.get(path)) is not None:
         return protocol.errors
-    below = (each for each in PROTOCOLS if path.startswith(f"{each.paths[0]}/"))
+    path = path_meant(path)
+    below = (each for each in PROTOCOLS if f"{path}/".startswith(f"{each.paths[0]}/"))
     return next(below, UNKNOWN).errors
+
+
+def path_meant(path: str) -> str:
+    """The path of a protocol that a client means whose base URL has a slash, or `/v1`, too many or
+    too few; the same path if there is none."""
+    steps = [step for step in path.split("/") if step]
+    while steps[:1] == ["v1"]:
+        del steps[0]
+    found = "/v1/" + "/".join(steps)
+    return found if found != path and found in _MEANT else path
 
 
 def detect(headers: Mapping[str, str], stated: str | None, body: Any) -> Protocol | None:

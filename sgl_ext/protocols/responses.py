@@ -12,6 +12,7 @@ from sgl_ext.protocols.translation.responses import translate
 from sgl_ext.requests.answers import as_object, as_text, parsed, require
 from sgl_ext.requests.next_turn import CALL_OUTPUTS
 from sgl_ext.requests.protocol import (
+    COMMENT,
     Conversation,
     ErrorShape,
     FoundMark,
@@ -90,20 +91,35 @@ def _write_tool(function: Json, schema: Any) -> Json:
 
 
 def _error_event(message: str, events_sent: int, request_id: str) -> bytes:
+    return _late_error({"error": {"message": message}}, events_sent)
+
+
+def _late_error(document: Json, events_sent: int) -> bytes:
+    error = document["error"]
     event: dict[str, Any] = {
         "type": "error",
-        "code": "server_error",
-        "message": message,
-        "param": None,
+        "code": error.get("code") or error.get("type") or "server_error",
+        "message": error.get("message") or "The request failed.",
+        "param": error.get("param"),
         "sequence_number": events_sent,
     }
     return b"event: error\ndata: %b\n\n" % orjson.dumps(event)
 
 
+_TOOL_FORM = ToolForm(
+    lambda tool: tool.get("type") == "function" and "function" not in tool, _write_tool
+)
+_REFUSED = {
+    "conversation": "use previous_response_id",
+    "prompt": "send instructions and input themselves",
+    "moderation": "nothing here moderates",
+}
+
 RESPONSES = Protocol(
     name="responses",
     paths=("/v1/responses",),
-    errors=ErrorShape(openai_body, _error_event),
+    errors=ErrorShape(openai_body, _error_event, _late_error),
+    beat=COMMENT,
     prompt=((Part.TOOLS, "tools"), (Part.INSTRUCTIONS, "instructions"), (Part.ITEMS, "input")),
     marks=MarkRules(read_fields=partial(read_fields, _find_breakpoints)),
     conversation=Conversation(
@@ -113,18 +129,21 @@ RESPONSES = Protocol(
         overrides={"store": False},
         stored=("previous_response_id", "conversation"),
     ),
-    tool_form=ToolForm(
-        lambda tool: tool.get("type") == "function" and "function" not in tool, _write_tool
-    ),
+    tool_form=_TOOL_FORM,
     add_texts=_add_texts,
     translate=translate,
-    refused={
-        "conversation": "use previous_response_id",
-        "prompt": "send instructions and input themselves",
-        "moderation": "nothing here moderates",
-    },
+    refused=_REFUSED,
     formats=("text.format",),
     recognizes=lambda headers, body: any(
         body.get(field) is not None for field in ("input", "previous_response_id")
     ),
 )
+COUNT_RESPONSE = Protocol(
+    paths=("/v1/responses/input_tokens",),
+    errors=RESPONSES.errors,
+    prompt=RESPONSES.prompt,
+    generates=False,
+    tool_form=_TOOL_FORM,
+    add_texts=_add_texts,
+)
+"""An engine counts by a request to `RESPONSES`, whose body is then translated and checked."""

@@ -7,6 +7,7 @@ one engine of many by accident.
 from typing import NamedTuple
 
 from sgl_ext.protocols import registry
+from sgl_ext.protocols.anthropic import ANTHROPIC
 from sgl_ext.protocols.errors import method_not_allowed
 
 # One worker, chosen by the prefix of the prompt. The body is JSON. All protocols' paths, and:
@@ -92,7 +93,7 @@ class Route(NamedTuple):
     """How requests to a path reach one worker.
 
     label: the path's pattern, so that ids in paths do not become metric labels.
-    method: the only HTTP method of such requests.
+    method: the only HTTP method of such requests; with GET, HEAD is one, too.
     placed: the body decides the worker.
     runs: the worker's scheduler runs the request, so the worker needs capacity for it.
     warms: the request prepares a later one and runs only while the worker is idle.
@@ -105,7 +106,9 @@ class Route(NamedTuple):
     warms: bool = False
 
 
+_BELOW_RESPONSES = "/v1/responses/"
 _MODEL = "/v1/models/{model}"
+_RESPONSE_ID = "resp_"
 _TO_ONE = {
     **{path: Route(path, placed=True, runs=path not in NOT_RUN) for path in PLACED},
     PREFILL: Route(PREFILL, placed=True, warms=True),
@@ -123,9 +126,29 @@ def to_one(method: str, path: str) -> Route | None:
     route = _TO_ONE.get(path) or _TO_ONE.get(_pattern(path))
     if route is None or (method, path) == ("DELETE", PREFILL):
         return None
-    if method != route.method:
-        raise method_not_allowed(method, path, {route.method})
+    allowed = {"GET", "HEAD"} if route.method == "GET" else {route.method}
+    if method not in allowed:
+        raise method_not_allowed(method, path, allowed)
     return route
+
+
+def not_found(method: str, path: str) -> str:
+    """What to say of a path that is not served: if a client's base URL has made it of one that is,
+    which base URL is meant."""
+    said = f"{method} {path}: Not Found"
+    meant = registry.path_meant(path)
+    if meant == path:
+        return said
+    of_openai = registry.of_path(meant).errors is not ANTHROPIC.errors
+    what = "address and /v1" if of_openai else "address alone"
+    example = f"http://127.0.0.1:30000{'/v1' if of_openai else ''}"
+    return f"{said}. {meant} is served: the client's base URL must be the {what}, as in {example}"
+
+
+def is_beside_responses(path: str) -> bool:
+    """Whether a path below that of responses names a service, such as `compact`, and no id."""
+    name = path.removeprefix(_BELOW_RESPONSES)
+    return name != path and not name.startswith(_RESPONSE_ID)
 
 
 def is_known_to_one(path: str) -> bool:

@@ -9,6 +9,7 @@ from typing import Any
 
 import orjson
 import pytest
+from yarl import URL
 
 from sgl_ext.balancer.relay.services import error_response
 from sgl_ext.protocols.errors import BalancerError
@@ -99,6 +100,45 @@ async def test_an_unknown_path_is_404(start: Start, path: str) -> None:
     answer = await client.post(path, json={})
     assert answer.status == 404
     assert path in message_of(path, await answer.json(), "not_found_error")
+
+
+@pytest.mark.parametrize("path", ["compact", "moderations", "x/y"])
+async def test_a_service_beside_the_stored_responses_is_404_and_named(
+    start: Start, path: str
+) -> None:
+    client = await start(Engine("a"))
+    answer = await client.post(f"/v1/responses/{path}", json={"input": "a"})
+    assert answer.status == 404
+    message = message_of("/v1/responses", await answer.json(), "not_found_error")
+    assert message == f"POST /v1/responses/{path}: Not Found"
+    of_a_response = await client.post("/v1/responses/resp_1", json={})
+    assert of_a_response.status == 405
+
+
+@pytest.mark.parametrize(
+    ("path", "base"),
+    [
+        ("//v1/messages", "http://127.0.0.1:30000"),
+        ("/v1/v1/messages", "http://127.0.0.1:30000"),
+        ("/v1/v1/chat/completions", "http://127.0.0.1:30000/v1"),
+        ("/chat/completions", "http://127.0.0.1:30000/v1"),
+    ],
+)
+async def test_a_wrong_base_url_is_told_the_right_one(start: Start, path: str, base: str) -> None:
+    client = await start(Engine("a"))
+    answer = await client.post(URL.build(path=path, encoded=True), json={})
+    assert answer.status == 404
+    shape = "/v1/messages" if path.endswith("messages") else path
+    message = message_of(shape, await answer.json(), "not_found_error")
+    assert path in message
+    assert message.endswith(base)
+
+
+async def test_a_list_of_models_has_a_head(start: Start) -> None:
+    client = await start(Engine("a"))
+    answer = await client.head("/v1/models")
+    assert (answer.status, await answer.read()) == (200, b"")
+    assert (await client.get("/v1/models")).status == 200
 
 
 async def test_a_wrong_method_is_405(start: Start) -> None:

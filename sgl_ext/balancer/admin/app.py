@@ -7,7 +7,7 @@ one worker never come here.
 import asyncio
 import logging
 import socket
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Collection
 from http import HTTPStatus
 
 from aiohttp import web
@@ -173,9 +173,9 @@ async def answer_errors(request: web.Request, handler: Handler) -> web.StreamRes
     except BalancerError as error:
         response = _answer(request, error)
     except web.HTTPMethodNotAllowed as wrong:
-        response = _answer(
-            request, method_not_allowed(request.method, request.path, wrong.allowed_methods)
-        )
+        response = _answer(request, _wrong_method(request, wrong.allowed_methods))
+    except web.HTTPNotFound:
+        response = _answer(request, _no_path(request))
     except web.HTTPException as http_error:
         status = HTTPStatus(http_error.status)
         message = f"{request.method} {request.path}: {status.phrase}"
@@ -190,6 +190,17 @@ async def answer_errors(request: web.Request, handler: Handler) -> web.StreamRes
         route = "unknown" if resource is None else resource.canonical
         request.app[SERVICES].metrics.requests.counts[route, response.status] += 1
     return response
+
+
+def _no_path(request: web.Request) -> BalancerError:
+    message = routes.not_found(request.method, request.path)
+    return BalancerError(HTTPStatus.NOT_FOUND, message)
+
+
+def _wrong_method(request: web.Request, allowed: Collection[str]) -> BalancerError:
+    if routes.is_beside_responses(request.path):
+        return _no_path(request)
+    return method_not_allowed(request.method, request.path, allowed)
 
 
 def _answer(request: web.Request, error: BalancerError) -> web.Response:

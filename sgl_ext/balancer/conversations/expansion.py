@@ -18,10 +18,11 @@ from sgl_ext.doctor.context_moves import NamedBlock
 from sgl_ext.limits.elements import find_many
 from sgl_ext.protocols.errors import BalancerError, bad_field
 from sgl_ext.protocols.registry import of_path
-from sgl_ext.protocols.responses import RESPONSES
+from sgl_ext.protocols.responses import COUNT_RESPONSE, RESPONSES
 
 _PARSED_BYTES = 64 << 20
-_TURNS = (*RESPONSES.paths, *threads.PATHS)
+_RESPONSES = (*RESPONSES.paths, *COUNT_RESPONSE.paths)
+_TURNS = (*_RESPONSES, *threads.PATHS)
 _Json = dict[str, Any]
 
 
@@ -137,6 +138,7 @@ class Expander:
         context: tuple[NamedBlock, ...] = ()
         if self._continues(path, remembers):
             body, turn = _continue(body, found, self.keeps_turns, remembers)
+            turn = None if path in COUNT_RESPONSE.paths else turn
         elif path in threads.PATHS:
             body, turn = _continue_thread(body, found.previous, self.keeps_turns)
         if (named := contexts.named(body)) is not None:
@@ -145,7 +147,7 @@ class Expander:
         return Expanded(body, turn, marks_left_out, context)
 
     def _continues(self, path: str, remembers: bool) -> bool:
-        return path in RESPONSES.paths and (self.keeps_turns or remembers)
+        return path in _RESPONSES and (self.keeps_turns or remembers)
 
     def _insert_context(
         self, path: str, body: _Json, id: Any, texts: Any, found: list[bytes] | None

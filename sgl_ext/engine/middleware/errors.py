@@ -26,9 +26,15 @@ from sgl_ext.protocols.errors import OPENAI_ERRORS
 from sgl_ext.protocols.models import ANTHROPIC_HEADER
 from sgl_ext.protocols.models import PATH as MODELS
 from sgl_ext.protocols.native import GENERATE, OLLAMA_GENERATE
-from sgl_ext.protocols.registry import errors_of
+from sgl_ext.protocols.registry import errors_of, path_meant
 from sgl_ext.protocols.responses import RESPONSES
-from sgl_ext.protocols.routes import EMBEDDING, PARSING, SYSTEM_ONE
+from sgl_ext.protocols.routes import (
+    EMBEDDING,
+    PARSING,
+    SYSTEM_ONE,
+    is_beside_responses,
+    not_found,
+)
 from sgl_ext.requests.protocol import ErrorShape
 
 _WRONG_TYPE = "body: a field has a value of a type that it cannot have"
@@ -47,13 +53,15 @@ _FIRST_EVENTS = (
 )
 # SGLang streams lines of JSON there, and ends a stream without one if it fails.
 _LINES = frozenset((*OLLAMA_CHAT.paths, *OLLAMA_GENERATE.paths))
+# What the framework says of a path or a method that it does not have.
+_NO_PATH, _WRONG_METHOD = "Not Found", "Method Not Allowed"
 _DETOKENIZE = "/detokenize"  # with any prefix; SGLang answers 500 for tokens that do not exist
 
 
 def is_shaped(path: str) -> bool:
     """Whether errors on a path have the shape of a protocol; native ones keep SGLang's."""
     # SGLang documents a shape of its own for SYSTEM_ONE.
-    return path.startswith("/v1/") and not path.startswith(SYSTEM_ONE)
+    return path_meant(path).startswith("/v1/") and not path.startswith(SYSTEM_ONE)
 
 
 def shape_of(scope: Any) -> ErrorShape:
@@ -158,11 +166,23 @@ class _Answer:
         if status == 500 and self._path.endswith(_DETOKENIZE):
             await self.reject(EngineError(400, _WRONG_VALUE, "tokens"))
         elif status >= 400 and (self._shape is not None or error_shape.exposes_internals(body)):
-            await self.reject(self._by_context(error_shape.read_error(status, body)), start)
+            error = self._of_path(error_shape.read_error(status, body))
+            await self.reject(self._by_context(error), {**start, "status": error.status})
         else:
             self.is_begun = True
             await self._send(start)
             await self._send({**message, "body": body})
+
+    def _of_path(self, error: EngineError) -> EngineError:
+        """An error that names the path, if it is one of the path: the framework names none, and
+        takes a service beside stored responses for the id of one."""
+        phrase = error.message if error.param is None else ""
+        is_beside = phrase == _WRONG_METHOD and is_beside_responses(self._path)
+        if phrase == _NO_PATH or is_beside:
+            return EngineError(404, not_found(self._scope["method"], self._path))
+        if phrase == _WRONG_METHOD:
+            return error._replace(message=f"{self._scope['method']} {self._path}: {phrase}")
+        return error
 
     def _is_answered(self) -> bool:
         """Whether an error in a stream's first event is answered in place of the stream. SGLang's

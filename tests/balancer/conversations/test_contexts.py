@@ -40,6 +40,7 @@ FORMS = {
     "/v1/chat/completions": IN_CHAT,
     "/invocations": IN_CHAT,
     "/v1/responses": IN_RESPONSES,
+    "/v1/responses/input_tokens": IN_RESPONSES,
 }
 BLOCKS = [
     {"id": "rules", "layer": "stable", "content": "Be brief."},
@@ -192,8 +193,8 @@ def test_runtime_texts_begin_the_first_user_message(
     path: str, own: list[dict[str, Any]], at: int
 ) -> None:
     blocks = registered(*BLOCKS[1:], {"id": "who", "layer": "runtime"})
-    key = "input" if path == "/v1/responses" else "messages"
-    kind = "input_text" if path == "/v1/responses" else "text"
+    key = "input" if path.startswith("/v1/responses") else "messages"
+    kind = "input_text" if path.startswith("/v1/responses") else "text"
     before = copy.deepcopy(own)
     plain, _ = expand(path, {key: own}, blocks, None)
     found, _ = expand(path, {key: own}, blocks, {"who": "Agent 7.", "now": "Noon."})

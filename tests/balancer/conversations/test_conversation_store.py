@@ -568,3 +568,21 @@ async def test_what_cannot_be_written_again_is_400_and_named(
     assert answer.status == 400
     assert (await answer.json())["error"]["message"].startswith(field)
     assert engine.seen == []
+
+
+async def test_the_count_of_a_prompt_includes_the_conversation_that_it_continues(
+    start: Start,
+) -> None:
+    engine = Answering()
+    client = await start(engine.engine())
+    await ask(client, {"input": "One"})
+    body = {"input": "Two", "previous_response_id": engine.ids[0]}
+    counted = await client.post(f"{PATH}/input_tokens", json=body)
+    assert counted.status == 200
+    assert engine.bodies[1] == {"input": [user("One"), said("Hi"), user("Two")]}
+    status, _ = await ask(client, {"input": "Three", "previous_response_id": engine.ids[1]})
+    assert status == 400, "a count is no turn"
+    unknown = await client.post(
+        f"{PATH}/input_tokens", json={"input": "a", "previous_response_id": "resp_none"}
+    )
+    assert (await unknown.json())["error"]["code"] == "previous_response_not_found"
