@@ -45,7 +45,8 @@ MAX_TOP = 1_000
 """Log probabilities of one position, and token ids that are asked for."""
 FREE_TOP = 20
 """Of each token of an answer, however long: what the vendors' own APIs allow."""
-MAX_PROMPT_LOGPROBS = 500_000
+MAX_PROMPT_LOGPROBS = 200_000
+"""Beside the one of the prompt's own token at each position."""
 MAX_ANSWER_LOGPROBS = 2_000_000
 _PARAMS = "sampling_params"
 _NAME = Text(1_024)
@@ -303,7 +304,7 @@ def wrong_product(
     read = 0 if start is None or start < 0 else model.prompt_tokens - start
     field = "token_ids_logprob" if ids else "top_logprobs_num"
     samples = params.get("n") or 1
-    if (made := read * (top + 1) * samples) > MAX_PROMPT_LOGPROBS:
+    if (made := read * top * samples) > MAX_PROMPT_LOGPROBS:
         return WrongField(
             field,
             f"a request must have at most {MAX_PROMPT_LOGPROBS} log probabilities of its prompt, "
@@ -312,7 +313,7 @@ def wrong_product(
     written = params.get("max_new_tokens")
     room = max(model.context_tokens - model.prompt_tokens, 0)
     written = room if written is None else min(written, room)
-    if top > FREE_TOP and (made := written * (top + 1)) > MAX_ANSWER_LOGPROBS:
+    if top > FREE_TOP and (made := written * top) > MAX_ANSWER_LOGPROBS:
         return WrongField(
             field,
             f"above {FREE_TOP}, an answer must have at most {MAX_ANSWER_LOGPROBS} log "

@@ -138,14 +138,15 @@ def asked(**fields: Any) -> dict[str, Any]:
 
 def test_the_log_probabilities_of_a_prompt_have_a_bound() -> None:
     model = MODEL._replace(prompt_tokens=5_000, context_tokens=200_000)
-    whole = asked(logprob_start_len=0, top_logprobs_num=99)
+    whole = asked(logprob_start_len=0, top_logprobs_num=40)
     assert ranges.wrong_product(whole, {"max_new_tokens": 1}, model) is None
-    beyond = asked(logprob_start_len=0, top_logprobs_num=100)
+    beyond = asked(logprob_start_len=0, top_logprobs_num=41)
+    assert ranges.wrong_product(asked(logprob_start_len=0), {}, model) is None
     found = ranges.wrong_product(beyond, {"max_new_tokens": 1}, model)
     assert found is not None
     assert found.field == "top_logprobs_num"
     assert ranges.wrong_product({**beyond, "return_logprob": False}, {}, model) is None
-    late = asked(logprob_start_len=4_900, top_logprobs_num=1000)
+    late = asked(logprob_start_len=4_800, top_logprobs_num=1000)
     assert ranges.wrong_product(late, {"max_new_tokens": 1}, model) is None
     of_samples = ranges.wrong_product(whole, {"max_new_tokens": 1, "n": 2}, model)
     assert of_samples is not None
