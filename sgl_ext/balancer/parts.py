@@ -184,6 +184,8 @@ class Parts:
         )
         self.reloads = Reloads(live, self._launcher, self._sender, self._apply, metrics)
         self.services.reload = self.reloads.reload
+        heartbeats = self.services.heartbeats
+        heartbeats.first_s, heartbeats.interval_s = config.first_byte_s, interval_s
         self.services.span_export = self._span_export = open_export(config, metrics)
         self.services.control = self._control = ControlPool(make_app(self.services, interval_s))
         self._peers = self._make_peers(group, router)
@@ -218,6 +220,7 @@ class Parts:
             ("connection_pools", self._sweep_pools),
             ("admission_queue", self._admission_queue.sweep),
             ("trials", self.services.trials.sweep),
+            ("heartbeats", self.services.heartbeats.sweep),
             ("key_file", self._reload_keys),
             ("engine_secret", self.services.reload_secret),
             ("settings", self.reloads.refresh),
@@ -254,6 +257,7 @@ class Parts:
         services, router = self.services, self.services.router
         services.hint_rules = HintRules(config.hints)
         services.conversations.response_ttl_s = config.response_ttl_s
+        services.heartbeats.first_s = config.first_byte_s
         router.worker_limit = config.max_in_flight
         router.preemption_threshold = config.preemption_threshold
         router.attempts.speeds.learns = config.learn_speeds

@@ -191,6 +191,10 @@ class EnvoyGateway:
             self._end_body(b"")
         self._end()
 
+    def keep_awake(self) -> bool:
+        """The answer is the engine's to begin: the gateway has nothing to send before it."""
+        return True
+
     @property
     def is_passed(self) -> bool:
         """Whether the gateway sends the answer by itself."""

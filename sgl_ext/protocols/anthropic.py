@@ -217,6 +217,10 @@ def _error_event(message: str, events_sent: int, request_id: str) -> bytes:
     return b"event: error\ndata: %b\n\n" % _error_body(500, message, request_id)
 
 
+def _late_error(document: Json, events_sent: int) -> bytes:
+    return b"event: error\ndata: %b\n\n" % orjson.dumps(document)
+
+
 def status_of_type(error_type: str) -> int:
     """The HTTP status of one of Anthropic's error types; 500 if it is no request's fault."""
     return next((status for status, kind in _ERROR_TYPES.items() if kind == error_type), 500)
@@ -229,7 +233,8 @@ ANTHROPIC = Protocol(
     name="messages",
     paths=("/v1/messages",),
     # Clients retry a 529, which HTTP itself does not define.
-    errors=ErrorShape(_error_body, _error_event, "request-id", (529, b"Overloaded")),
+    errors=ErrorShape(_error_body, _error_event, _late_error, "request-id", (529, b"Overloaded")),
+    beat=b'event: ping\ndata: {"type": "ping"}\n\n',
     prompt=((Part.TOOLS, "tools"), (Part.INSTRUCTIONS, "system"), (Part.MESSAGES, "messages")),
     marks=MarkRules(_find_marks, is_strict=True),
     conversation=Conversation(_join, _read, _add_results, required={"max_tokens": 1}),

@@ -12,6 +12,7 @@ from sgl_ext.requests.answers import as_text, parsed, require
 from sgl_ext.requests.cache_marks import control_of, marks_in
 from sgl_ext.requests.places import value_at
 from sgl_ext.requests.protocol import (
+    COMMENT,
     INSTRUCTION_ROLES,
     Conversation,
     FoundMark,
@@ -131,6 +132,7 @@ CHAT = Protocol(
     name="chat",
     paths=("/v1/chat/completions", "/invocations"),
     errors=OPENAI_ERRORS,
+    beat=COMMENT,
     prompt=_PROMPT,
     marks=MarkRules(
         _find_marks, root_is_whole=True, read_fields=partial(read_fields, _find_breakpoints)

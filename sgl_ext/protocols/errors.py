@@ -10,7 +10,7 @@ from http import HTTPStatus
 
 import orjson
 
-from sgl_ext.requests.protocol import ErrorShape
+from sgl_ext.requests.protocol import ErrorShape, Json
 
 _RETRY_AFTER_S = 5
 
@@ -123,4 +123,8 @@ def _openai_event(message: str, events_sent: int, request_id: str) -> bytes:
     return b"data: %b\n\n" % openai_body(502, message)
 
 
-OPENAI_ERRORS = ErrorShape(openai_body, _openai_event)
+def _openai_late(document: Json, events_sent: int) -> bytes:
+    return b"data: %b\n\n" % orjson.dumps(document)
+
+
+OPENAI_ERRORS = ErrorShape(openai_body, _openai_event, _openai_late)

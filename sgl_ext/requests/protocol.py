@@ -93,6 +93,10 @@ class Result(NamedTuple):
     text: str
 
 
+COMMENT = b": waiting\n\n"
+"""A comment in a stream of events, which clients ignore."""
+
+
 @dataclass(frozen=True, slots=True)
 class Conversation:
     """How an answer becomes part of the next request.
@@ -134,12 +138,14 @@ class ErrorShape:
     body: the JSON body for a status, message, request id, code and field name.
     event: the event that ends a stream which cannot continue, from a message, the number of
         events sent so far, and the request id.
+    late: the same, from the parsed body of an error, and the number of events sent so far.
     request_id_header: the header in which clients look for the request's id.
     overloaded: the status and reason phrase of an overload.
     """
 
     body: Callable[[int, str, str, str | None, str | None], bytes]
     event: Callable[[str, int, str], bytes]
+    late: Callable[[Json, int], bytes]
     request_id_header: str = "x-request-id"
     overloaded: tuple[int, bytes] = (503, b"Service Unavailable")
 
@@ -173,6 +179,7 @@ class Protocol:
     name: its name in `nvext.protocol` and ?protocol=; "" if clients cannot name it.
     paths: the URL paths that speak it; the first is the path of its conversations.
     errors: how it words errors.
+    beat: what a stream of events says while its answer is awaited; b"" if it streams otherwise.
     prompt: the body fields that reach the prompt, in the order in which templates render them.
     generates: False if its paths only count or check a prompt.
     marks: its cache marks; None if it has none.
@@ -191,6 +198,7 @@ class Protocol:
     name: str = ""
     paths: tuple[str, ...]
     errors: ErrorShape
+    beat: bytes = b""
     prompt: tuple[tuple[Part, str], ...] = ()
     generates: bool = True
     marks: MarkRules | None = None

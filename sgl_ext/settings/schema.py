@@ -192,6 +192,12 @@ class BalancerSettings(RequestSettings, frozen=True, kw_only=True):
         "Learn how much slower an engine is than others, and place by it: routing.md.",
     ] = True
     queue_timeout_s: Annotated[PositiveSeconds, RELOADS, "Longest wait for capacity."] = 240.0
+    first_byte_s: Annotated[
+        Seconds,
+        RELOADS,
+        "Longest silence of a stream whose answer is awaited; then it says that it waits; 0: it "
+        "stays silent. clients.md.",
+    ] = 10.0
     agent_hold_s: Annotated[
         Seconds,
         RELOADS,

@@ -112,6 +112,9 @@ class DownstreamConnection(asyncio.BufferedProtocol):
             self._transport.write(b"0\r\n\r\n")
         self._end_exchange()
 
+    def keep_awake(self) -> bool:
+        return False
+
     def become(self, answer: bytes, protocol: asyncio.BufferedProtocol) -> bytes:
         """Sends an answer after which the connection is another protocol's. Returns what has
         arrived for that."""

@@ -27,6 +27,11 @@ class Client(Protocol):
     def write(self, data: bytes) -> None: ...
     def end_stream(self) -> None: ...
 
+    def keep_awake(self) -> bool:
+        """Shows the client that its answer is awaited, beside the answer's stream. False if only
+        the stream can show that."""
+        ...
+
 
 class HttpClient(Client, Protocol):
     """A client that can turn to another protocol."""

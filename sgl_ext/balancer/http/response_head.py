@@ -42,6 +42,17 @@ class ResponseHead:
         self.lines = header_lines(headers, dropped)
 
 
+STREAM_LINES = b"cache-control: no-cache\r\nx-accel-buffering: no\r\n"
+"""Of a stream: proxies must neither store nor collect its events."""
+
+
+def stream_lines(stated: bytes) -> bytes:
+    """The lines of STREAM_LINES whose names are not among the stated lines."""
+    rest = STREAM_LINES.splitlines(keepends=True)
+    names = {line.partition(b":")[0].lower() for line in stated.splitlines()}
+    return b"".join(line for line in rest if line.partition(b":")[0] not in names)
+
+
 class ResponseHeadCache:
     """The latest heads of one worker's complete responses."""
 

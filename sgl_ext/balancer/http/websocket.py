@@ -118,6 +118,11 @@ class WebSocketConnection(asyncio.BufferedProtocol):
             event = TextMessage(data=text.decode(errors="replace"))
             self._transport.write(self._frames.send(event))
 
+    def ping(self) -> None:
+        """Sends a ping, unless the connection ends or the client does not read."""
+        if not (self._closing or self.paused):
+            self._transport.write(self._frames.send(Ping()))
+
     def read_on(self) -> None:
         """Goes on reading: the user takes messages again, or the client reads."""
         if not self._reading and not self._closing:

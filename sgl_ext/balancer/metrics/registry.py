@@ -123,6 +123,9 @@ class Metrics(Page):
         self.cut_streams = counter(
             "cut_streams", "Streams that a worker cut after the first byte was sent to the client."
         )
+        self.heartbeats = counter(
+            "heartbeats", "Pings and comments sent to clients whose answer had not begun."
+        )
         self.client_disconnects = counter(
             "client_disconnects", "Requests whose client disconnected before the answer ended."
         )

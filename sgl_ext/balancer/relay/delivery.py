@@ -56,11 +56,12 @@ class Stage(Enum):
     """How far a request has come."""
 
     BEFORE_FIRST_BYTE = "nothing was sent to the client; it may be retried"
+    WAITING = "the client was told to wait; it may be retried, and an error is an event"
     RELAYING = "a part of the response was sent to the client"
     ENDED = "the response is complete, or the client is gone"
 
 
-BEFORE_FIRST_BYTE, RELAYING, ENDED = Stage
+BEFORE_FIRST_BYTE, WAITING, RELAYING, ENDED = Stage
 
 
 class Delivery(ABC):
@@ -252,7 +253,7 @@ class Delivery(ABC):
 
     def _prefill_failed(self, attempt: Attempt, reason: str, *, answered: bool) -> None:
         """The prefill engine failed: the decode engine would wait for its KV."""
-        if attempt is self._attempt and self._stage is BEFORE_FIRST_BYTE:
+        if attempt is self._attempt and self._stage in (BEFORE_FIRST_BYTE, WAITING):
             attempt.worker.breaker.failed(time.monotonic(), answered=answered)
             if not answered:
                 self._note_loss(attempt.worker)

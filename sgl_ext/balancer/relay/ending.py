@@ -4,18 +4,22 @@ import logging
 import time
 from http import HTTPStatus
 
+import orjson
 from msgspec import structs
 
-from sgl_ext.balancer.relay.delivery import BEFORE_FIRST_BYTE, ENDED, RELAYING, Delivery
+from sgl_ext.balancer.http.response_head import STREAM_LINES
+from sgl_ext.balancer.relay.delivery import BEFORE_FIRST_BYTE, ENDED, RELAYING, WAITING, Delivery
 from sgl_ext.balancer.relay.preparation import NOT_PREPARED
 from sgl_ext.balancer.relay.response import NO_RESPONSE
 from sgl_ext.balancer.reporting.ended_request import EndedRequest, Outcome, ended_request
 from sgl_ext.protocols.cache_diagnostics import find_event, with_diagnosis
 from sgl_ext.protocols.errors import BalancerError, shutting_down
+from sgl_ext.protocols.request_ids import id_line
 from sgl_ext.requests.usage import Usage, read_usage
 
 # Plain numbers: a member of an enumeration takes as long to look up as a call.
 OK, _BAD_REQUEST, _SERVER_ERROR = 200, 400, 500
+_WAITING_LINES = b"content-type: text/event-stream\r\n" + STREAM_LINES
 _ENGINE_STOPPED = "The engine stopped in the middle of its answer."
 
 log = logging.getLogger(__name__)
@@ -27,6 +31,7 @@ class Ending(Delivery):
     _preparation = NOT_PREPARED
     _response = NO_RESPONSE
     _ttft_s = 0.0
+    _answer_lines = b""
 
     def _complete(self) -> None:
         """The whole response came."""
@@ -78,6 +83,7 @@ class Ending(Delivery):
         """The worker or the client ended the response before it was complete."""
         self._settle(cost)
         self._stage = ENDED
+        self._services.heartbeats.end(self)
         self._release(by_worker=by_worker)
 
     def end(self) -> None:
@@ -98,7 +104,9 @@ class Ending(Delivery):
         attempt = self._attempt
         if attempt is not None and attempt.sent_s is not None and self._is_run:
             self._services.trials.left(self, attempt.answerer, attempt.sent_s)
-        status = None if self._stage is BEFORE_FIRST_BYTE else self._response.head.status
+        status = self._response.head.status or (OK if self._stage is WAITING else None)
+        if self._stage is BEFORE_FIRST_BYTE:
+            status = None
         self._keep(Outcome.DISCONNECTED, status)
         self._end_early(by_worker=False)
 
@@ -117,6 +125,7 @@ class Ending(Delivery):
         self._client.end_stream()
 
     def _answer_error(self, error: BalancerError) -> None:
+        is_late = self._stage is WAITING
         self._end_early(by_worker=False, cost=0)
         is_stated = bool(self._head.identity.request_id)
         answer = self._services.error_response(
@@ -126,7 +135,41 @@ class Ending(Delivery):
         is_ours = error.status == HTTPStatus.TOO_MANY_REQUESTS or error.status >= 500
         # Other messages may quote the client's request.
         self._keep(outcome, answer[0], error.message if is_ours else None)
-        self._client.answer(*answer)
+        if is_late:
+            self._end_in_error(answer[3])
+        else:
+            self._client.answer(*answer)
+
+    def _end_in_error(self, body: bytes) -> None:
+        """Ends a stream that has begun by the body of an error."""
+        shape, sent = self._head.errors, self._response.events_sent
+        try:
+            event = shape.late(orjson.loads(body), sent)
+        except (orjson.JSONDecodeError, LookupError, TypeError, AttributeError):
+            event = shape.event("The engine did not answer with a stream.", sent, self._request_id)
+        self._client.write(event)
+        self._client.end_stream()
+
+    def beat(self) -> None:
+        """Shows the client that its answer is awaited."""
+        if self._client.paused:
+            return
+        self._services.metrics.heartbeats.inc()
+        if self._client.keep_awake():
+            return
+        if self._stage is WAITING:
+            self._client.write(self._preparation.beat)
+        elif self._stage is BEFORE_FIRST_BYTE:
+            self._stage = WAITING
+            self._client.start_stream(
+                OK, b"OK", _WAITING_LINES + self._named_lines(), self._preparation.beat
+            )
+
+    def _named_lines(self) -> bytes:
+        """The header lines of an answer that name its request, and what was stored of it."""
+        head = self._head
+        is_stated = bool(head.identity.request_id)
+        return id_line(head.errors, self._request_id, is_stated=is_stated) + self._answer_lines
 
     def _keep(
         self,

@@ -20,10 +20,16 @@ from typing import Any
 from msgspec import structs
 
 from sgl_ext.balancer.conversations.expansion import Named
-from sgl_ext.balancer.http.response_head import ResponseHead
+from sgl_ext.balancer.http.response_head import ResponseHead, stream_lines
 from sgl_ext.balancer.metrics.registry import band
 from sgl_ext.balancer.relay.context_making import make_context
-from sgl_ext.balancer.relay.delivery import BEFORE_FIRST_BYTE, ENDED, MAX_ATTEMPTS, RELAYING
+from sgl_ext.balancer.relay.delivery import (
+    BEFORE_FIRST_BYTE,
+    ENDED,
+    MAX_ATTEMPTS,
+    RELAYING,
+    WAITING,
+)
 from sgl_ext.balancer.relay.ending import OK, Ending
 from sgl_ext.balancer.relay.hidden_usage import without_usage
 from sgl_ext.balancer.relay.preparation import NOT_PREPARED, Preparation, ask, prepare
@@ -31,7 +37,6 @@ from sgl_ext.balancer.relay.reading import Asked, Reading
 from sgl_ext.balancer.relay.response import Response
 from sgl_ext.limits.bounds import LARGE_BODY_BYTES
 from sgl_ext.protocols.errors import BalancerError, internal_error
-from sgl_ext.protocols.request_ids import id_line
 
 log = logging.getLogger(__name__)
 
@@ -44,7 +49,6 @@ class Exchange(Ending):
     """One request and its response."""
 
     _waiting: asyncio.Task[None] | None = None
-    _answer_lines = b""
 
     # Prepare.
 
@@ -85,6 +89,8 @@ class Exchange(Ending):
         self._preparation = preparation
         self.routing = preparation.routing
         self._lines = preparation.lines
+        if preparation.beat:
+            self._services.heartbeats.begin(self)
         limits, tenant = self._services.rate_limits, self._head.tenant
         if not limits.charges(tenant):
             self._admitted()
@@ -140,19 +146,18 @@ class Exchange(Ending):
             about = {"request_id": self._request_id}
             log.error("a request failed in the balancer", exc_info=error, extra=about)
             error = internal_error()
-        if self._stage is BEFORE_FIRST_BYTE:
-            self._answer_error(error)
-        elif self._stage is RELAYING:
+        if self._stage is RELAYING:
             self._cut("the balancer failed")
+        elif self._stage is not ENDED:
+            self._answer_error(error)
 
     # Relay the response.
 
     def response_head(self, head: ResponseHead) -> None:
         """Takes the response's head."""
-        request = self._head
-        is_stated = bool(request.identity.request_id)
-        named = id_line(request.errors, self._request_id, is_stated=is_stated)
-        lines = head.lines + named + self._answer_lines
+        lines = head.lines + self._named_lines()
+        if head.streams:
+            lines += stream_lines(head.lines)
         self._response = Response(head, lines, sums_items=self._preparation.sums_items)
 
     def response_data(self, data: bytes) -> None:
@@ -176,7 +181,7 @@ class Exchange(Ending):
             body = self._with_cache_diagnosis(body, streams=False)
         if head.status == _UNAUTHORIZED and self._is_refused(head):
             return
-        if head.streams and (body or self._stage is RELAYING):
+        if head.streams and (body or self._stage is not BEFORE_FIRST_BYTE):
             if body:
                 self._relay(body)
             if recorder is None or not recorder.holds_end:
@@ -208,6 +213,8 @@ class Exchange(Ending):
     def _end_stream(self, last: bytes) -> None:
         if last:
             self._send(last)
+        if self._stage is WAITING:
+            self._first_byte()
         self._complete()
         self._client.end_stream()
 
@@ -215,8 +222,12 @@ class Exchange(Ending):
         head = self._response.head
         self._response.sent(body)
         self._request.body = b""  # it is not sent again
+        is_late = self._stage is WAITING
         self._first_byte()
         self._complete()
+        if is_late:
+            self._end_in_error(body)
+            return
         self._client.answer(head.status, head.reason, self._response.lines, body)
 
     def _hold(self) -> bool:
@@ -244,16 +255,19 @@ class Exchange(Ending):
         self._response.sent(data)
         if self._preparation.hides_usage and not (data := without_usage(data)):
             return
-        if self._stage is BEFORE_FIRST_BYTE:
-            self._start_stream(data)
-        else:
+        if self._stage is RELAYING:
             self._client.write(data)
+        else:
+            self._start_stream(data)
         if self._client.paused and self._connection is not None:
             self._connection.pause()
 
     def _start_stream(self, data: bytes) -> None:
         head = self._response.head
-        self._client.start_stream(head.status, head.reason, self._response.lines, data)
+        if self._stage is WAITING:
+            self._client.write(data)
+        else:
+            self._client.start_stream(head.status, head.reason, self._response.lines, data)
         self._first_byte()
         # It is not sent again, and a response may take long.
         self._request.body = b""
@@ -263,6 +277,8 @@ class Exchange(Ending):
 
     def _first_byte(self) -> None:
         self._stage = RELAYING
+        if self._preparation.beat:
+            self._services.heartbeats.end(self)
         self._ttft_s = time.perf_counter() - self._arrived_s
         if self._spans is not None:
             self._spans.first_byte()

@@ -37,6 +37,7 @@ class Preparation(msgspec.Struct, frozen=True):
     saved_bytes: what the client would have sent in addition if it named nothing that is stored.
     context_path: the path of its protocol if it asks for a context of what its marks cover.
     turn: what the doctor and cache diagnostics learn of it; None if neither needs to.
+    beat: as of its reading.
     """
 
     routing: RoutingRequest
@@ -51,6 +52,7 @@ class Preparation(msgspec.Struct, frozen=True):
     saved_bytes: int = 0
     context_path: str = ""
     turn: CacheTurn | None = None
+    beat: bytes = b""
 
 
 _CONTEXT = HEADER.encode()
@@ -152,4 +154,5 @@ def prepare(
         saved_bytes=reading.saved_bytes,
         context_path=reading.path if wants_context else "",
         turn=turn,
+        beat=reading.beat,
     )

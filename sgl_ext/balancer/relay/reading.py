@@ -105,6 +105,7 @@ class Reading(msgspec.Struct, frozen=True, gc=False):
     context: the blocks of the context that it names.
     question: what it asks about its cache; None if nothing.
     settings: those that matter to the cache; None if no later request can name its answer.
+    beat: what its stream says while the answer is awaited; b"" if it asks for no stream of events.
     """
 
     path: str
@@ -119,6 +120,7 @@ class Reading(msgspec.Struct, frozen=True, gc=False):
     context: tuple[NamedBlock, ...] = ()
     question: Question | None = None
     settings: Settings | None = None
+    beat: bytes = b""
 
 
 class BodyReader:
@@ -217,7 +219,12 @@ class BodyReader:
             context=context,
             question=question,
             settings=settings_of(document) if is_named else None,
+            beat=protocol.beat if asked.runs and _streams(document) else b"",
         )
+
+
+def _streams(document: Any) -> bool:
+    return isinstance(document, dict) and document.get("stream") is True
 
 
 def parse_json(body: bytes | bytearray) -> Any:

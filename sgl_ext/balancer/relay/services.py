@@ -20,6 +20,7 @@ from sgl_ext.balancer.conversations.expansion import Found, Named
 from sgl_ext.balancer.http.connection_pool import ConnectionPool
 from sgl_ext.balancer.http.interfaces import RawResponse
 from sgl_ext.balancer.metrics.registry import Metrics
+from sgl_ext.balancer.relay.heartbeats import Heartbeats
 from sgl_ext.balancer.relay.hint_rules import HintRules
 from sgl_ext.balancer.relay.large_bodies import LargeBodies
 from sgl_ext.balancer.relay.reading import Asked, BodyReader, Reading, read_registration
@@ -99,6 +100,7 @@ class Services:
         self.sampled_log = SampledLog()
         self.context_guard = Guard("making a context", self.metrics.background_failed)
         self.cache_turns = CacheTurns(self.metrics, self.request_log.detector)
+        self.heartbeats = Heartbeats(self.metrics.background_failed)
         self.trials = Trials(self.router, lambda: self.admission_queue.timeout_s)
         self.standby_prefill = StandbyPrefill(self.router, self.metrics, self.session)
         settings = {

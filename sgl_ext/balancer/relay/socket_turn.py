@@ -101,6 +101,7 @@ class Socket(Protocol):
     @property
     def paused(self) -> bool: ...
     def send(self, text: bytes) -> None: ...
+    def ping(self) -> None: ...
 
 
 class SocketTurn:
@@ -150,6 +151,10 @@ class SocketTurn:
 
     def end_stream(self) -> None:
         self._ended(self)
+
+    def keep_awake(self) -> bool:
+        self._socket.ping()
+        return True
 
     def _send(self, event: bytes) -> None:
         if self.message.lane is not None:
