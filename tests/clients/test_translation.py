@@ -136,6 +136,7 @@ def test_a_named_tool_is_the_one_that_is_called(gpt: openai.OpenAI, node: Node) 
             tools=[{"type": "function", "function": function} for function in functions],
             tool_choice={"type": "function", "function": {"name": name}},
             max_completion_tokens=128,
+            temperature=0,
         )
         calls = answer.choices[0].message.tool_calls or []
         assert {call.function.name for call in calls} <= {name}

@@ -75,7 +75,6 @@ class Agent:
         (call,) = said["tool_calls"]
         self._messages += [said, {"role": "tool", "tool_call_id": call["id"], "content": "a.py"}]
         until(lambda: self._engine.counted("returns_expected") == expected + 1)
-        until(self._engine.is_level)
 
     def come_back(self) -> tuple[int, dict[str, int], str]:
         """The next turn: its tokens, how many of them each tier had, and its answer."""
@@ -103,6 +102,7 @@ def spill(engine: Serving) -> None:
 def test_a_spilled_prefix_is_loaded_before_its_session_returns(engine: Serving) -> None:
     agent = Agent(engine, TASKS[0])
     agent.begin()
+    until(engine.is_level)
     names = ("loaded_ahead_tokens", "loaded_ahead_tokens_used")
     before = [engine.counted(name) for name in names]
     with engine.busy():
@@ -126,6 +126,7 @@ def test_a_spilled_prefix_is_loaded_before_its_session_returns(engine: Serving) 
 def test_a_session_that_returns_first_loads_its_prefix_itself(engine: Serving) -> None:
     agent = Agent(engine, TASKS[1])
     agent.begin()
+    until(engine.is_level)
     names = ("prefills_ahead", "loaded_ahead_tokens", "loaded_ahead_tokens_used")
     loads, *before = [
         engine.counted(names[0], kind="return"),
@@ -143,12 +144,13 @@ def test_a_session_that_returns_first_loads_its_prefix_itself(engine: Serving) -
 
 
 def test_a_client_withdraws_what_is_expected(engine: Serving) -> None:
-    agent = Agent(engine, TASKS[2])
-    agent.begin()
+    agent, url = Agent(engine, TASKS[2]), f"{engine.url}{PREFILL}"
     loads = engine.counted("prefills_ahead", kind="return")
-    url = f"{engine.url}{PREFILL}"
-    answers = [requests.delete(url, params={"session": TASKS[2]}, timeout=60) for _ in range(2)]
+    with engine.busy():  # so that it is still expected when the client withdraws
+        agent.begin()
+        answers = [requests.delete(url, params={"session": TASKS[2]}, timeout=60) for _ in range(2)]
     assert [answer.json() for answer in answers] == [{"deleted": 1}, {"deleted": 0}]
+    until(engine.is_level)
     spill(engine)
     _, tiers, _ = agent.come_back()
     assert tiers["host"] > LENGTH - SLACK
