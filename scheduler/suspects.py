@@ -66,6 +66,7 @@ class _Case:
     changed_s: when that changed. worker, ended_s: the last engine that ended with it, and when.
     is_ended, has_lived: whether that engine was found to have ended, or to be ready.
     longest_s: the longest time that an engine lasted with it.
+    is_accused: it was lost on trial, and whether its engine ended is not known yet.
     """
 
     changed_s: float
@@ -76,6 +77,7 @@ class _Case:
     ends: int = 0
     longest_s: float = 0.0
     is_suspected: bool = False
+    is_accused: bool = False
     refused_until_s: float = float("-inf")
     is_ours: bool = False
 
@@ -138,6 +140,7 @@ class Suspects:
         if trial is not None and trial.worker is not None:
             if trial.request == request:
                 self._convict(trial, worker, now_s)
+                return REFUSED
             elif trial.worker == worker:
                 return AGAIN
         if (standing := self.standing(request, now_s)) is REFUSED:
@@ -157,6 +160,8 @@ class Suspects:
         for case in self._cases.values():
             if case.worker == worker and now_s - case.ended_s < ENDED_S:
                 case.is_ended = True
+                if case.is_accused:
+                    self._refuse(case, now_s)
         trial = self._trial
         if trial is not None and trial.worker == worker:
             self._convict(trial, worker, now_s)
@@ -175,7 +180,7 @@ class Suspects:
         for name, case in tuple(self._cases.items()):
             if case.worker == worker and case.ended_s < since_s and not case.is_ended:
                 case.has_lived = True
-                if case.refused_until_s > since_s:
+                if case.is_accused:
                     del self._cases[name]
 
     def has_ended(self, worker: str, now_s: float) -> bool:
@@ -215,10 +220,20 @@ class Suspects:
     def _convict(self, trial: _Trial, worker: str, now_s: float) -> None:
         self._trial = None
         case = self._case(trial.request, now_s)
-        case.refused_until_s, case.is_ours = now_s + REFUSED_S, True
         self._note_end(case, worker, now_s)
         self._explained_s[worker] = now_s + ENDED_S
+        case.is_suspected = case.is_accused = True
+        if case.is_ended:
+            self._refuse(case, now_s)
+
+    def _refuse(self, case: _Case, now_s: float) -> None:
+        case.refused_until_s, case.is_ours, case.is_accused = now_s + REFUSED_S, True, False
         self.judged("convicted")
+
+    def is_caught(self, request: str, now_s: float) -> bool:
+        """Whether a request was lost on trial, so that it is not sent again."""
+        case = self._cases.get(request)
+        return self.standing(request, now_s) is REFUSED or (case is not None and case.is_accused)
 
     # Trials.
 
@@ -230,6 +245,8 @@ class Suspects:
         if self._trial is not None or self._peers_try_s or waited_s < SETTLE_S:
             return False
         case = self._cases.get(request)
+        if case is not None and case.is_accused:
+            return False
         has_lived = case is not None and case.has_lived
         return others > 0 or has_lived or waited_s >= LAST_WAIT_S
 

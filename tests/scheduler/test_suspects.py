@@ -130,7 +130,9 @@ def test_who_is_convicted_for_a_broken_connection_is_pardoned() -> None:
     fleet.dies("a", ("one", 0.2))
     fleet.tried("one", "b")
     fleet.suspects.lost("one", "b", fleet.now_s, fleet.now_s, fleet.now_s)
-    assert fleet.standing("one") == "REFUSED"
+    assert fleet.suspects.is_caught("one", fleet.now_s)
+    assert fleet.standing("one") == "ALONE", "a copy waits until it is known what became of b"
+    assert not fleet.suspects.may_begin("one", SETTLE_S, 1)
     fleet.suspects.lives("b", fleet.now_s + 0.1)
     assert fleet.standing("one") == "AGAIN"
 

@@ -110,8 +110,8 @@ class Trials:
         return False
 
     def refuses(self, request: Suspect) -> bool:
-        """Whether a request is refused, as it ended two engines."""
-        return self._suspects.standing(request.fingerprint, self.router.clock()) is REFUSED
+        """Whether a request is not sent again, as it was lost on trial."""
+        return self._suspects.is_caught(request.fingerprint, self.router.clock())
 
     def _wait(self, request: Suspect, now_s: float) -> None:
         if request.waits_since_s is None:
