@@ -27,6 +27,7 @@ from sgl_ext.engine.http import (
     request_hook,
     template_facts,
     translation,
+    vendor_values,
     window,
 )
 from sgl_ext.engine.middleware import faults
@@ -131,7 +132,7 @@ _MAIN_HOOKS: dict[str, Hook] = {
     f"{_EMBEDDING}.normalize_batch_and_arguments": ("BEFORE", field_ranges.check_batch),
     f"{_TOKENIZER}._validate_one_request": (
         "BEFORE",
-        _each(window.check_length, field_ranges.check_prompt),
+        _each(window.check_length, vendor_values.take, field_ranges.check_prompt),
     ),
     f"{_TOKENIZER}._create_tokenized_object": ("AROUND", field_ranges.check_sent),
     f"{_CHAT}._convert_to_internal_request": ("AROUND", pin_placement.place_pins),

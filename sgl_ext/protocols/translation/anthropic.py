@@ -54,6 +54,9 @@ _RESULT = "_tool_result"
 def translate(body: Json, model: Model, counts: Counts) -> Json:
     """A body in Anthropic's protocol for SGLang."""
     counts.update(field for field in _IGNORED if body.get(field))
+    if type(body.get("max_tokens")) is int and body["max_tokens"] == 0:
+        # SGLang's type begins at 1. The sampling parameters get the 0.
+        body = edited(body, {"max_tokens": 1})
     thinking = body.get("thinking")
     if kind_of(thinking) in ("enabled", "adaptive") and not model.thinks:
         counts["thinking"] += 1
