@@ -11,6 +11,7 @@ continue what is cached. So each block of thinking is signed. No signature is ev
 
 import base64
 import hashlib
+import re
 import secrets
 from collections.abc import AsyncIterator, Callable
 from http import HTTPStatus
@@ -29,6 +30,8 @@ ABORTED = "The answer was aborted before it was complete."
 _FINISH_REASON = '"finish_reason":"'
 _CALL_BLOCK = '"content_block":{"type":"tool_use"'
 _THINKING_BLOCK = '"content_block":{"type":"thinking"'
+_NO_STOP = {"stop_reason": None, "stop_sequence": None}
+_THINKING_TOKENS = re.compile(r'"usage":\{[^{}]*(?:\{[^{}]*\}[^{}]*)*"reasoning_tokens":(\d+)')
 _key = secrets.token_bytes(32)
 
 
@@ -42,6 +45,8 @@ def note_finish_reason(original: Original, serving: Any, response: Any) -> Any:
     choice = response.choices[0] if response.choices else None
     if context is not None and choice is not None:
         context.finish_reason, context.matched_stop = choice.finish_reason, choice.matched_stop
+        usage = getattr(response, "usage", None)
+        context.thinking_tokens = getattr(usage, "reasoning_tokens", None) or 0
         if choice.finish_reason == "abort":
             from fastapi import HTTPException
 
@@ -63,6 +68,8 @@ def watch_stream(original: Original, *args: Any, **kw: Any) -> Any:
 
 async def _watched(stream: AsyncIterator[str], context: RequestContext) -> AsyncIterator[str]:
     async for line in stream:
+        if found := _THINKING_TOKENS.search(line):
+            context.thinking_tokens = int(found[1])
         is_end = _FINISH_REASON in line and line.startswith("data: {")
         for choice in orjson.loads(line[6:]).get("choices") or () if is_end else ():
             if reason := choice.get("finish_reason"):
@@ -104,8 +111,10 @@ async def complete_answer(original: Original, *args: Any, **kw: Any) -> Any:
     answer = await original(*args, **kw)
     if answer.status_code != 200:
         return answer
-    document = with_stop_reason(orjson.loads(answer.body))
-    document["usage"] = _completed_usage(document["usage"])
+    document = _NO_STOP | with_stop_reason(orjson.loads(answer.body))
+    document["usage"] = _completed_usage(document["usage"]) | _thinking_tokens()
+    # SGLang has one of no text if the answer ends in its thinking.
+    document["content"] = [each for each in document["content"] if not _is_empty(each)]
     for block in document["content"]:
         if block["type"] == "thinking":
             block["signature"] = _signature(_hash_of_thinking(block["thinking"]))
@@ -119,13 +128,13 @@ def complete_event(original: Callable[[str, str], str], data: str, event_type: s
         return original(data, event_type)
     if event_type == "message_start":
         document = orjson.loads(data)
-        context.usage = _completed_usage(document["message"]["usage"])
-        document["message"]["usage"] = context.usage
+        context.usage = _completed_usage(document["message"]["usage"]) | _thinking_tokens()
+        document["message"] = _NO_STOP | document["message"] | {"usage": context.usage}
         data = orjson.dumps(document).decode()
     elif event_type == "message_delta":
         document = orjson.loads(data)
-        document["delta"] = with_stop_reason(document["delta"])
-        document["usage"] = (context.usage or {}) | document["usage"]
+        document["delta"] = _NO_STOP | with_stop_reason(document["delta"])
+        document["usage"] = (context.usage or {}) | document["usage"] | _thinking_tokens()
         data = orjson.dumps(document).decode()
     elif event_type == "content_block_start" and _THINKING_BLOCK in data:
         document, context.thinking = orjson.loads(data), _hash_of_thinking()
@@ -161,6 +170,17 @@ def _with_end(
             stop = {"type": "content_block_stop", "index": document["index"]}
             return event + original(orjson.dumps(stop).decode(), stop["type"])
     return event
+
+
+def _is_empty(block: dict[str, Any]) -> bool:
+    return block["type"] == "text" and block.get("text") == ""
+
+
+def _thinking_tokens() -> dict[str, Any]:
+    """What the usage says of the output tokens in detail."""
+    context = current()
+    tokens = 0 if context is None else context.thinking_tokens
+    return {"output_tokens_details": {"thinking_tokens": tokens}}
 
 
 def _hash_of_thinking(text: str = "") -> Any:

@@ -56,7 +56,8 @@ class RequestContext:
     is_answer_reusable: whether the next turn's prompt continues with the answer as generated.
     are_hints_sent: whether a generation took the hints; later ones have another prompt.
     finish_reason, matched_stop: how SGLang says that the answer ended.
-    usage: what the start of a stream counted. thinking: the hash of the block that is being sent.
+    usage: what the start of a stream counted. thinking_tokens: those of the answer.
+    thinking: the hash of the block that is being sent.
     failed_status, fault: the HTTP status and the text of its error, if SGLang answers others.
     wrong_field: the client's name of a field that is out of its range.
     call_end: finds the end of the call that is being sent.
@@ -98,6 +99,7 @@ class RequestContext:
     finish_reason: str | None = None
     matched_stop: Any = None
     usage: dict[str, Any] | None = None
+    thinking_tokens: int = 0
     thinking: Any = None
     failed_status: int | None = None
     fault: str = ""

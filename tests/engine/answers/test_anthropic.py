@@ -76,9 +76,10 @@ async def test_an_answer_that_was_aborted_is_an_error() -> None:
         ("null", "{}"),
         ("[1]", '{"input":[1]}'),
         ('"x"', '{"input":"x"}'),
-        ("{", "{"),
-        ("", ""),
-        (None, None),
+        ('{"a": NaN}', '{"a":"NaN"}'),
+        ("{", '{"input":"{"}'),
+        ("", "{}"),
+        (None, "{}"),
     ],
 )
 async def test_a_call_that_was_cut_off_is_no_failure(arguments: Any, expected: Any) -> None:
@@ -168,3 +169,47 @@ def _line(**chunk: Any) -> str:
 async def _stream(lines: list[str]) -> AsyncIterator[str]:
     for line in lines:
         yield line
+
+
+async def test_fields_that_are_null_are_there() -> None:
+    enter_request()
+    usage = {"input_tokens": 1, "output_tokens": 0}
+    (begin,) = _events(({"type": "message_start", "message": {"usage": usage}}, "message_start"))
+    delta = {"stop_reason": "max_tokens"}
+    (end,) = _events(({"type": "message_delta", "delta": delta, "usage": usage}, "message_delta"))
+    nulls = {"stop_reason": None, "stop_sequence": None}
+    assert begin["message"].items() >= nulls.items()
+    assert end["delta"] == {"stop_reason": "max_tokens", "stop_sequence": None}
+
+    async def whole() -> Any:
+        content = [{"type": "thinking", "thinking": "a"}, {"type": "text", "text": ""}]
+        return _Answer({"stop_reason": "max_tokens", "content": content, "usage": usage})
+
+    answer = await complete_answer(whole)
+    assert answer.content["stop_sequence"] is None
+    assert [block["type"] for block in answer.content["content"]] == ["thinking"]
+
+
+async def test_the_usage_says_how_many_tokens_were_thinking() -> None:
+    enter_request()
+    answer = response("stop")
+    answer.usage = SimpleNamespace(reasoning_tokens=5)
+    note_finish_reason(lambda _, found: found, None, answer)
+    usage = {"input_tokens": 1, "output_tokens": 9}
+
+    async def whole() -> Any:
+        return _Answer({"stop_reason": "end_turn", "content": [], "usage": usage})
+
+    shown = (await complete_answer(whole)).content["usage"]
+    assert shown["output_tokens_details"] == {"thinking_tokens": 5}
+
+    enter_request()
+    counted = {"prompt_tokens": 1, "prompt_tokens_details": {"cached_tokens": 1}}
+    lines = [
+        _line(choices=[{"delta": {"content": '"usage":{"reasoning_tokens":99}'}}]),
+        _line(choices=[], usage={**counted, "reasoning_tokens": 7}),
+    ]
+    assert [line async for line in watch_stream(_stream, lines)] == lines
+    end = {"type": "message_delta", "delta": {}, "usage": {"output_tokens": 9}}
+    (shown,) = _events((end, "message_delta"))
+    assert shown["usage"]["output_tokens_details"] == {"thinking_tokens": 7}
