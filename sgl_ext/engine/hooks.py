@@ -190,6 +190,11 @@ _MAIN_HOOKS: dict[str, Hook] = {
     f"{_PARSER}.parse_stream_chunk": ("AROUND", tool_calls.hold_space),
     f"{_PARSER}.parse_stream_end": ("AROUND", tool_calls.release_space),
     f"{_PARSER}.parse_non_stream": ("AROUND", tool_calls.parse_whole),
+    f"{_PARSER}.has_tool_call": ("AROUND", tool_calls.has_call),
+    f"{_CHAT}._process_tool_call_stream": ("AROUND", tool_calls.stream_in_order),
+    f"{_CHAT}._process_tool_calls": ("AROUND", tool_calls.process_whole),
+    f"{_CHAT}._check_for_unstreamed_tool_args": ("AROUND", tool_calls.add_no_end),
+    f"{_RESPONSES}._make_response_output_items": ("AROUND", tool_calls.order_items),
 }
 _SCHEDULER_HOOKS: dict[str, Hook] = {
     f"{_SCHEDULER}.init_all_cuda_graphs": ("AFTER", startup.freeze_again),

@@ -77,6 +77,7 @@ class ResolvedArgs(Protocol):
     hicache_storage_backend: str | None
     hicache_storage_backend_extra_config: str | None
     host: str
+    incremental_streaming_output: bool
     kv_events_config: str | None
     json_model_override_args: str
     kv_cache_dtype: str

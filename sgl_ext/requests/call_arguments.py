@@ -21,7 +21,7 @@ from sgl_ext.requests.protocol import Json
 
 NO_OBJECT = "input"
 """The key of what is no object."""
-_REPLACEMENT = "\ufffd"
+_COMPACT = (",", ":")
 
 
 def object_of(given: Any) -> Json:
@@ -56,9 +56,10 @@ def text_of(given: Any) -> str:
     if is_object(given):
         return str(given)
     try:
-        return json.dumps(object_of(given), ensure_ascii=False)
+        return json.dumps(object_of(given), ensure_ascii=False, separators=_COMPACT)
     except RecursionError:
-        return json.dumps({NO_OBJECT: sendable_text(str(given))}, ensure_ascii=False)
+        text = {NO_OBJECT: sendable_text(str(given))}
+        return json.dumps(text, ensure_ascii=False, separators=_COMPACT)
 
 
 def sendable_text(text: str) -> str:

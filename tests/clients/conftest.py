@@ -106,6 +106,7 @@ def scripted(
         *scripts.for_libraries(),
         *scripts.for_structures(),
         *scripts.for_short_sessions(),
+        *scripts.for_written_calls(),
     ]
     script = folder / "script.jsonl"
     script.write_text("".join(json.dumps(line) + "\n" for line in lines))

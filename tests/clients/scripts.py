@@ -192,3 +192,37 @@ def for_short_sessions() -> list[dict[str, Any]]:
         *_lines(GREETING, {"text": "Hello."}),
         *_lines(SUM, {"text": "Four."}, {"text": "Because."}),
     ]
+
+
+CUT, LIMIT = "Write the long file.", 40
+LONG_FILE = {"path": "long.txt", "body": " ".join(f"line{n}" for n in range(60))}
+STOPPED, STOP = "Write the file with a stop.", "STOPHERE"
+BETWEEN = "Look up both, and say so."
+NUMBERS = "Look up the odd numbers."
+ODD_NUMBERS = '{"key": NaN, "of": [-Infinity, 1e999, 12345678901234567890123, 1.50]}'
+BROKEN = "Look it up, and forget the end."
+BROKEN_ARGUMENTS = '{"key": "x", '
+PATCH = "Patch the long file."
+THOUGHT = "Think about it for long."
+
+
+def _written(*arguments: str) -> list[str]:
+    return [
+        f'<tool_call>\n{{"name": "look_up", "arguments": {each}}}\n</tool_call>'
+        for each in arguments
+    ]
+
+
+def for_written_calls() -> list[dict[str, Any]]:
+    """Answers with words around calls, arguments that are no JSON, and some to be cut off."""
+    one, two = _written('{"key": "x"}', '{"key": "y"}')
+    stopped = {"path": "s.txt", "body": f"one two {STOP} three"}
+    return [
+        *_lines(CUT, {"tool_calls": [{"name": "write_file", "arguments": LONG_FILE}]}),
+        *_lines(STOPPED, {"tool_calls": [{"name": "write_file", "arguments": stopped}]}),
+        *_lines(BETWEEN, {"text": f"One.\n{one}\n\nBetween. \u00fc\n{two}\nAfter."}),
+        *_lines(NUMBERS, {"text": _written(ODD_NUMBERS)[0]}),
+        *_lines(BROKEN, {"text": _written(BROKEN_ARGUMENTS)[0].replace("}\n", "\n")}),
+        *_lines(PATCH, {"tool_calls": [{"name": "patch", "arguments": {"input": "x " * 60}}]}),
+        *_lines(THOUGHT, {"thinking": "one two three " * 9, "text": "Done."}),
+    ]

@@ -11,6 +11,7 @@ continue what is cached. So each block of thinking is signed. No signature is ev
 
 import base64
 import hashlib
+import json
 import re
 import secrets
 from collections.abc import AsyncIterator, Callable
@@ -24,6 +25,7 @@ from sgl_ext.engine.core.counters import counter
 from sgl_ext.engine.core.request_context import RequestContext, current
 from sgl_ext.engine.sglang_types import Original
 from sgl_ext.protocols.anthropic import ANTHROPIC
+from sgl_ext.requests.call_arguments import is_object, text_of
 from sgl_ext.requests.usage import with_cache_creation
 
 ABORTED = "The answer was aborted before it was complete."
@@ -36,10 +38,11 @@ _key = secrets.token_bytes(32)
 
 
 def note_finish_reason(original: Original, serving: Any, response: Any) -> Any:
-    """Around `AnthropicServing._convert_response`: notes why a whole answer ended.
+    """Around `AnthropicServing._convert_response`: notes why a whole answer ended, and has words
+    and calls in the order in which the model wrote them.
 
-    Arguments of a tool call that are JSON but no object, as in an answer that was cut off, are
-    put into one: SGLang would fail on them.
+    Arguments of a tool call that are no object, as in an answer that was cut off, are put into one:
+    SGLang would fail on them, or leave them out.
     """
     context = current()
     choice = response.choices[0] if response.choices else None
@@ -53,7 +56,23 @@ def note_finish_reason(original: Original, serving: Any, response: Any) -> Any:
             raise HTTPException(HTTPStatus.INTERNAL_SERVER_ERROR, ABORTED)
         for call in choice.message.tool_calls or ():
             call.function.arguments = _as_object(call.function.arguments)
-    return original(serving, response)
+    made = original(serving, response)
+    if context is not None and len(context.parts) > 1:
+        made.content = _in_order(made.content, context.parts)
+    return made
+
+
+def _in_order(blocks: list[Any], parts: tuple[str | int, ...]) -> list[Any]:
+    """The blocks of an answer with its words between the calls."""
+    calls = [block for block in blocks if block.type == "tool_use"]
+    text = next((block for block in blocks if block.type == "text"), None)
+    if text is None or not calls:
+        return blocks
+    said = [
+        calls[part] if isinstance(part, int) else text.model_copy(update={"text": part})
+        for part in parts
+    ]
+    return [*(block for block in blocks if block.type == "thinking"), *said]
 
 
 def watch_stream(original: Original, *args: Any, **kw: Any) -> Any:
@@ -82,14 +101,9 @@ async def _watched(stream: AsyncIterator[str], context: RequestContext) -> Async
 
 
 def _as_object(arguments: Any) -> Any:
-    try:
-        value = orjson.loads(arguments or "{}")
-    except (orjson.JSONDecodeError, TypeError):
-        return arguments  # SGLang answers an empty input for it
-    if isinstance(value, dict):
-        return arguments
-    counter("translated_parts").labels(ANTHROPIC.paths[0], "tool_use_input").inc()
-    return "{}" if value is None else orjson.dumps({"input": value}).decode()
+    if not is_object(arguments) and arguments:
+        counter("translated_parts").labels(ANTHROPIC.paths[0], "tool_use_input").inc()
+    return text_of(arguments)
 
 
 def with_stop_reason(document: dict[str, Any]) -> dict[str, Any]:
@@ -111,7 +125,8 @@ async def complete_answer(original: Original, *args: Any, **kw: Any) -> Any:
     answer = await original(*args, **kw)
     if answer.status_code != 200:
         return answer
-    document = _NO_STOP | with_stop_reason(orjson.loads(answer.body))
+    # Not orjson, which makes floats of large integers.
+    document = _NO_STOP | with_stop_reason(json.loads(answer.body))
     document["usage"] = _completed_usage(document["usage"]) | _thinking_tokens()
     # SGLang has one of no text if the answer ends in its thinking.
     document["content"] = [each for each in document["content"] if not _is_empty(each)]

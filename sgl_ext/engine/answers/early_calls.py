@@ -18,6 +18,7 @@ from typing import Any
 
 import orjson
 
+from sgl_ext.engine.answers import response_pieces
 from sgl_ext.engine.sglang_http_types import ServingResponses
 from sgl_ext.engine.sglang_types import Original
 from sgl_ext.requests.places import value_at
@@ -84,10 +85,13 @@ def stream_response(original: Original, serving: ServingResponses, *args: Any, *
     return _with_ends(serving, *args, **kw)
 
 
-async def _with_ends(serving: ServingResponses, *args: Any, **kw: Any) -> AsyncIterator[str]:
-    stream = serving._responses_stream_generator_non_harmony(*args, **kw)
+async def _with_ends(
+    serving: ServingResponses, request: Any, params: Any, results: Any, *args: Any, **kw: Any
+) -> AsyncIterator[str]:
+    results = response_pieces.in_order(results, serving.tool_call_parser)
+    stream = serving._responses_stream_generator_non_harmony(request, params, results, *args, **kw)
     ends: dict[str, ObjectEnd] = {}
-    async for event in stream:
+    async for event in response_pieces.with_open_end(stream):
         if event.startswith(_ITEM):
             yield event.replace(_PHASE, _NO_PHASE)
         elif event:

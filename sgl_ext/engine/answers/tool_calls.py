@@ -1,8 +1,13 @@
-"""Tool calls in a stream: no words of the model are lost, wherever the stream is cut into chunks.
+"""Tool calls: no words of the model are lost, wherever a stream is cut into chunks.
 
-SGLang's parser drops text that comes in one chunk with the call after it, and returns only the
-first of two calls in a chunk. So a chunk is split before its first call, and the parser runs again
-as long as it finds calls.
+An answer is read by `call_blocks`, whole and streamed alike, if the blocks of its format have an
+end. For the other formats, SGLang's parser runs: it drops text that comes in one chunk with the
+call after it, and returns only the first of two calls in a chunk. So a chunk is split before its
+first call, and the parser runs again as long as it finds calls.
+
+    parse_stream_chunk, parse_stream_end, parse_non_stream    the reading
+    _process_tool_call_stream                                 words and calls of a chunk, in order
+    _process_tool_calls, _make_response_output_items          whole answers: what was cut, in order
 
 A call of an undeclared tool is forwarded, in a stream as in a whole answer: the client can answer
 that there is no such tool. SGLang drops the call, and in a stream makes text of its second half.
@@ -19,9 +24,20 @@ calls are left out of the answer.
 """
 
 import os
+import uuid
+from collections.abc import AsyncIterator
 from typing import Any
 
 from sgl_ext.engine import sglang_api
+from sgl_ext.engine.answers.call_blocks import (
+    BLOCKS,
+    Block,
+    Cutter,
+    Foreign,
+    Reader,
+    Said,
+)
+from sgl_ext.engine.answers.cut_answers import note_end, was_cut
 from sgl_ext.engine.answers.early_calls import without_tails
 from sgl_ext.engine.core.counters import counter
 from sgl_ext.engine.core.request_context import current
@@ -44,8 +60,9 @@ def forward_unknown_tools() -> None:
     os.environ.setdefault(_UNKNOWN_TOOLS, "1")
 
 
-def parse_chunk(original: Original, detector: FormatDetector, text: str, tools: Any) -> Any:
+def parse_chunk(original: Original, detector: FormatDetector, new_text: str, tools: Any) -> Any:
     """Around `BaseFormatDetector.parse_streaming_increment`, which its subclasses call."""
+    text = new_text  # SGLang's parsers name it
     forwards = sglang_api.envs.SGLANG_FORWARD_UNKNOWN_TOOLS.get
     if not hasattr(detector, "_tool_indices") and forwards():
         detector._tool_indices = _AnyTool(detector._get_tool_indices(tools))
@@ -76,6 +93,8 @@ def parse_chunk(original: Original, detector: FormatDetector, text: str, tools: 
 
 def hold_space(original: Original, parser: Any, chunk: str) -> Any:
     """Around `FunctionCallParser.parse_stream_chunk`."""
+    if (reader := _reader_of(parser)) is not None:
+        return _told(parser, reader.feed(chunk))
     text, calls = _parsed(original, parser, chunk)
     calls = _allowed_parts(parser, without_tails(parser, calls))
     begins = any(call.name for call in calls)
@@ -84,6 +103,130 @@ def hold_space(original: Original, parser: Any, chunk: str) -> Any:
     parser.sgl_ext_space = "" if begins else text[len(words) :]
     parser.sgl_ext_called = begins or getattr(parser, "sgl_ext_called", False)
     return words, calls
+
+
+def _reader_of(parser: Any) -> Reader | None:
+    """What reads the answer of a parser; None if SGLang's parser does."""
+    if not hasattr(parser, "sgl_ext_reader"):
+        blocks = _blocks_of(parser) if parser.tools else ()
+        detector, tools = parser.detector, parser.tools
+
+        def foreign(block: Block) -> Foreign:
+            return Foreign(block, detector, tools)
+
+        parser.sgl_ext_reader = Reader(blocks, foreign) if blocks else None
+    found: Reader | None = parser.sgl_ext_reader
+    return found
+
+
+def _blocks_of(parser: Any) -> tuple[Block, ...]:
+    kind = type(parser.detector)
+    names = [name for name, each in parser.ToolCallParserEnum.items() if each is kind]
+    blocks = next((BLOCKS[name] for name in names if name in BLOCKS), ())
+    if "hunyuan" in names:  # the tokenizer names its markers
+        own = {"start": parser.detector.bot_token, "end": parser.detector.eot_token}
+        return (blocks[0]._replace(**own),)
+    return blocks
+
+
+def _told(parser: Any, said: list[Said]) -> tuple[str, list[Any]]:
+    """The words and the parts of calls that the client takes."""
+    words = "".join(each for each in said if isinstance(each, str))
+    calls = [
+        sglang_api.ToolCallItem(tool_index=each.number, name=each.name, parameters=each.arguments)
+        for each in said
+        if not isinstance(each, str)
+    ]
+    return words, _allowed_parts(parser, calls) if calls else calls
+
+
+def _note_cut(parser: Any, reader: Reader, context: Any) -> None:
+    """Says of a call without an end that it has none, if the model did not end the answer."""
+    if reader.is_cut and context is not None and context.is_cut:
+        parser.detector.incomplete_tool_call_indices = {reader.calls - 1}
+
+
+async def stream_in_order(
+    original: Original,
+    serving: Any,
+    index: int,
+    delta: str,
+    parsers: Any,
+    content: Any,
+    *args: Any,
+    flush: bool = False,
+    **kw: Any,
+) -> AsyncIterator[Any]:
+    """Around `OpenAIServingChat._process_tool_call_stream`, which sends the words of a chunk before
+    its calls: gives it words and calls apart."""
+    note_end(content["meta_info"].get("finish_reason"))
+    cutter = getattr(parsers.get(index), "sgl_ext_cutter", None)
+    cutter = cutter or Cutter(BLOCKS.get(serving.tool_call_parser, ()))
+    pieces = cutter.pieces(delta)
+    for number, piece in enumerate(pieces, start=1):
+        ends = flush and number == len(pieces)
+        async for chunk in original(
+            serving, index, piece, parsers, content, *args, flush=ends, **kw
+        ):
+            yield chunk
+    parsers[index].sgl_ext_cutter = cutter
+
+
+def add_no_end(
+    original: Original, serving: Any, parser: Any, content: Any, *args: Any, **kw: Any
+) -> Any:
+    """Around `OpenAIServingChat._check_for_unstreamed_tool_args`, which closes the arguments of the
+    last call: those of an answer that was cut stay open."""
+    if was_cut(content["meta_info"].get("finish_reason")):
+        return None
+    return original(serving, parser, content, *args, **kw)
+
+
+def process_whole(
+    original: Original, serving: Any, text: str, tools: Any, reason: Any, *args: Any, **kw: Any
+) -> Any:
+    """Around `OpenAIServingChat._process_tool_calls`: a stop sequence inside of a call is no end of
+    the call."""
+    note_end(reason)
+    context, given = current(), dict(reason)
+    made = original(serving, text, tools, reason, *args, **kw)
+    if context is not None and context.is_cut and context.has_open_call:
+        reason.update(given)
+    return made
+
+
+def order_items(
+    original: Original, serving: Any, *args: Any, finish_reason: Any = None, **kw: Any
+) -> Any:
+    """Around `OpenAIServingResponses._make_response_output_items`: words stand between the calls
+    where the model wrote them, and the last item of an answer that was cut is incomplete."""
+    note_end(finish_reason)
+    context = current()
+    if context is not None:
+        context.parts, context.has_open_call = (), False
+    items = original(serving, *args, finish_reason=finish_reason, **kw)
+    if context is None:
+        return items
+    calls = [item for item in items if item.type not in ("reasoning", "message")]
+    message = next((item for item in items if item.type == "message"), None)
+    if message is not None and len(calls) and len(context.parts) > 1:
+        before = [item for item in items if item.type == "reasoning"]
+        items = [*before, *(_item(part, message, calls) for part in context.parts)]
+    if calls and context.has_open_call and calls[-1].type == "custom_tool_call":
+        begun = sglang_api.decode_custom_tool_input_prefix(calls[-1].input)
+        calls[-1].input = begun or calls[-1].input
+    is_open = bool(items) and items[-1].type in ("reasoning", "message")
+    if is_open and finish_reason and finish_reason["type"] == "length":
+        items[-1].status = "incomplete"
+    return items
+
+
+def _item(part: str | int, message: Any, calls: list[Any]) -> Any:
+    if isinstance(part, int):
+        return calls[part]
+    content = message.content[0].model_copy(update={"text": part})
+    name = f"msg_{uuid.uuid4().hex}"
+    return message.model_copy(update={"id": name, "content": [content]})
 
 
 def _parsed(original: Original, parser: Any, chunk: str) -> tuple[str, list[Any]]:
@@ -105,6 +248,11 @@ def _parsed(original: Original, parser: Any, chunk: str) -> tuple[str, list[Any]
 
 def release_space(original: Original, parser: Any) -> Any:
     """Around `FunctionCallParser.parse_stream_end`: no call follows any more."""
+    context = current()
+    if (reader := _reader_of(parser)) is not None:
+        found = _told(parser, reader.end(is_cut=context is not None and context.is_cut))
+        _note_cut(parser, reader, context)
+        return found
     text, calls = original(parser)
     calls = _allowed_parts(parser, without_tails(parser, calls))
     if calls or getattr(parser, "sgl_ext_called", False):
@@ -116,15 +264,51 @@ def release_space(original: Original, parser: Any) -> Any:
     return getattr(parser, "sgl_ext_space", "") + text, calls
 
 
-def parse_whole(original: Original, parser: Any, *args: Any, **kw: Any) -> Any:
+def has_call(original: Original, parser: Any, text: str) -> bool:
+    """Around `FunctionCallParser.has_tool_call`: whether the answer has what begins a call in a
+    stream."""
+    blocks = _blocks_of(parser) if parser.tools else ()
+    return bool(original(parser, text)) or any(block.start in text for block in blocks)
+
+
+def parse_whole(original: Original, parser: Any, text: str, **kw: Any) -> Any:
     """Around `FunctionCallParser.parse_non_stream`."""
-    text, calls = original(parser, *args, **kw)
     context = current()
+    if (reader := _reader_of(parser)) is not None:
+        is_cut = context is not None and context.is_cut
+        return _whole(parser, reader, [*reader.feed(text), *reader.end(is_cut=is_cut)], context)
+    text, calls = original(parser, text, **kw)
     if context is not None and context.allowed_tools is not None:
         left = [call for call in calls if call.name in context.allowed_tools]
         counter("forbidden_calls_left_out").inc(len(calls) - len(left))
         calls = left
     return text, _allowed(calls, [index > 0 for index in range(len(calls))])
+
+
+def _whole(parser: Any, reader: Reader, said: list[Said], context: Any) -> tuple[str, list[Any]]:
+    """The words and the whole calls of an answer. Notes their order."""
+    words, parts = _told(parser, said)
+    calls: dict[int, Any] = {}
+    for part in parts:
+        call = calls.setdefault(part.tool_index, part)
+        if call is not part:
+            call.parameters += part.parameters
+    if context is None:
+        return words, list(calls.values())
+    numbers = {number: place for place, number in enumerate(calls)}
+    order: list[str | int] = []
+    for each in said:
+        if isinstance(each, str):
+            if order and isinstance(order[-1], str):
+                order[-1] += each
+            else:
+                order.append(each)
+        elif each.name is not None and each.number in numbers:
+            order.append(numbers[each.number])
+    context.parts = tuple(order)
+    context.has_open_call = reader.is_cut
+    _note_cut(parser, reader, context)
+    return words, list(calls.values())
 
 
 def _allowed_parts(parser: Any, calls: list[Any]) -> list[Any]:

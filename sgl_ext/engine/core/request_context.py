@@ -56,6 +56,8 @@ class RequestContext:
     is_answer_reusable: whether the next turn's prompt continues with the answer as generated.
     are_hints_sent: whether a generation took the hints; later ones have another prompt.
     finish_reason, matched_stop: how SGLang says that the answer ended.
+    is_cut: something else than the model ended the answer. has_open_call: inside of a call.
+    parts: the words of a whole answer and the numbers of its calls, in order.
     usage: what the start of a stream counted. thinking_tokens: those of the answer.
     thinking: the hash of the block that is being sent.
     failed_status, fault: the HTTP status and the text of its error, if SGLang answers others.
@@ -98,6 +100,9 @@ class RequestContext:
     are_hints_sent: bool = False
     finish_reason: str | None = None
     matched_stop: Any = None
+    is_cut: bool = False
+    has_open_call: bool = False
+    parts: tuple[str | int, ...] = ()
     usage: dict[str, Any] | None = None
     thinking_tokens: int = 0
     thinking: Any = None

@@ -18,7 +18,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sgl_ext.engine.answers import anthropic, early_calls, tool_calls
+from sgl_ext.engine.answers import anthropic, early_calls, response_pieces, tool_calls
 from sgl_ext.engine.core.request_context import RequestContext, enter
 
 CALLS = [("look", {"path": 'a "b" {\\'}), ("write", {"lines": [1, {"n": 2}]})]
@@ -79,6 +79,9 @@ def sglang() -> Iterator[SimpleNamespace]:
         )
         for module in (found.chat, found.responses):
             patch.setattr(module, "get_serving", lambda: usual)
+        patch.setattr(response_pieces, "in_effect", lambda: usual)
+        stream_in_order = tool_calls.stream_in_order
+        hook(found.chat.OpenAIServingChat, "_process_tool_call_stream", stream_in_order)
         hook(found.chat.OpenAIServingChat, "_generate_chat_stream", anthropic.watch_stream)
         hook(found.messages, "_wrap_sse_event", anthropic.complete_event)
         hook(parsers, "parse_stream_chunk", tool_calls.hold_space)
@@ -117,7 +120,7 @@ async def heard(engine: Engine, stream: AsyncIterator[str]) -> Heard:
 
 def ends_of_calls(engine: Engine) -> list[int]:
     """When the arguments of each call are complete."""
-    return [engine.pieces_to(json.dumps(given) + "}") for _, given in CALLS]
+    return [engine.pieces_to(json.dumps(given)) for _, given in CALLS]
 
 
 TOOLS = [{"type": "function", "function": {"name": name}} for name, _ in CALLS]
@@ -144,7 +147,7 @@ async def test_messages(sglang: SimpleNamespace) -> None:
     assert [(t, i) for t, i in stops if i in begins] == list(
         zip(ends_of_calls(engine), begins, strict=True)
     )
-    assert len(stops) == len({index for _, index in stops}) == len(begins) + 1
+    assert len(stops) == len({index for _, index in stops}) == len(begins) + 2  # texts
     opened: int | None = None
     for kind, index in kinds:  # one block at a time
         if kind == "content_block_start":
@@ -263,7 +266,7 @@ async def test_a_custom_tool_of_responses(sglang: SimpleNamespace) -> None:
     engine = Engine(spoken([("patch", given), *CALLS]))
     events = await heard_response(sglang, engine, [{"type": "custom", "name": "patch"}])
     (end,) = [t for t, e in events if e["type"] == "response.custom_tool_call_input.done"]
-    assert end == engine.pieces_to(json.dumps(given) + "}")
+    assert end == engine.pieces_to(json.dumps(given))
     (item,) = [
         event["item"]
         for _, event in events
