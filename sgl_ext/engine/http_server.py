@@ -22,6 +22,7 @@ from sgl_ext.engine.http.template_facts import log_template, template_route
 from sgl_ext.engine.middleware import errors
 from sgl_ext.engine.middleware import secret as secret_check
 from sgl_ext.engine.middleware.cache_writes import CacheWritesMiddleware
+from sgl_ext.engine.middleware.choices import ChoicesMiddleware
 from sgl_ext.engine.middleware.error_shape import EngineError
 from sgl_ext.engine.routes.count_route import count_route
 from sgl_ext.engine.routes.event_routes import event_routes
@@ -55,6 +56,7 @@ def extend(server_args: ServerArgs, *_: Any, **__: Any) -> None:
     extension.degraded = topology.features(topology.degraded(topology.facts_of(server_args)))
     app.add_middleware(AnswerMiddleware, extension=extension)
     app.add_middleware(CacheWritesMiddleware)
+    app.add_middleware(ChoicesMiddleware)
     errors.install(app)
     secret = EngineSecret(extension.settings.engine_secret)
     secret_check.install(app, server_args.url(), secret)

@@ -7,6 +7,7 @@ Which one is meant, only the header `anthropic-version` says.
 """
 
 from collections.abc import Sequence
+from datetime import UTC, datetime
 from typing import Any
 
 PATH = "/v1/models"
@@ -29,11 +30,17 @@ def anthropic_model(card: dict[str, Any], window_tokens: int) -> dict[str, Any]:
         "type": "model",
         "id": card["id"],
         "display_name": card["id"],
-        "created_at": _UNKNOWN_DAY,
+        "created_at": _day(card.get("created")),
         "lifecycle": "active",
         "max_input_tokens": window_tokens,
         "max_tokens": window_tokens,
     }
+
+
+def _day(created: Any) -> str:
+    if type(created) is not int:
+        return _UNKNOWN_DAY
+    return datetime.fromtimestamp(created, UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
 
 
 def anthropic_page(

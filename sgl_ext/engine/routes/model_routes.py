@@ -1,6 +1,7 @@
 """`GET /v1/models` and `/v1/models/{id}`, in place of SGLang's: with the context window, and in
 Anthropic's shape for its clients."""
 
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -20,6 +21,8 @@ from sgl_ext.protocols.models import (
 
 # Anthropic's default and highest number of models on a page.
 _PAGE, _MOST = 20, 1000
+# When the engine was started: SGLang says the time of the request.
+_CREATED = {"created": int(time.time())}
 
 
 def model_routes() -> list[Route]:
@@ -61,7 +64,7 @@ async def _models(shape: Callable[[dict[str, Any], int], dict[str, Any]]) -> lis
     """The model, and the LoRA adapters that are loaded, which have the model's window."""
     window_tokens = sglang_api.get_global_state().tokenizer_manager.model_config.context_len
     cards = (await sglang_api.available_models()).data
-    return [shape(card.model_dump(), window_tokens) for card in cards]
+    return [shape(card.model_dump() | _CREATED, window_tokens) for card in cards]
 
 
 def _is_anthropic(request: Request) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from datetime import UTC, datetime
 from types import SimpleNamespace
 from typing import Any
 
@@ -48,6 +49,15 @@ def test_the_list_has_the_shape_of_the_client_that_asks(client: TestClient) -> N
     ]
     models = client.get("/v1/models?limit=1", headers=ANTHROPIC).json()
     assert (models["has_more"], models["data"][0]["type"]) == (True, "model")
+
+
+def test_a_model_was_created_when_its_engine_was_started(client: TestClient) -> None:
+    shown = client.get("/v1/models/adapter", headers=ANTHROPIC).json()
+    assert not shown["created_at"].startswith("1970")
+    created = [client.get("/v1/models/adapter").json()["created"] for _ in range(2)]
+    assert created[0] == created[1]
+    day = datetime.fromtimestamp(created[0], UTC).isoformat().replace("+00:00", "Z")
+    assert shown["created_at"] == day
 
 
 def test_one_model_is_found_by_its_name(client: TestClient) -> None:

@@ -1,0 +1,70 @@
+"""Answers with several choices, and the offsets of their tokens, on a real engine."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import requests
+from sgl_ext_cpu.nursery import Nursery
+
+from tests.engine.scheduler.test_event_publisher import Engine, running_engine
+
+COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
+
+
+@pytest.fixture(scope="module")
+def engine(
+    nursery: Nursery, tiny_model: Path, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Engine]:
+    log = tmp_path_factory.mktemp("choices") / "engine.log"
+    with running_engine(nursery, tiny_model, log) as started:
+        yield started
+
+
+def events(engine: Engine, path: str, **fields: Any) -> list[dict[str, Any]]:
+    body = {"model": "tiny", "max_tokens": 4, "stream": True, **fields}
+    answer = requests.post(engine.url + path, json=body, timeout=60)
+    assert answer.ok, answer.text
+    lines = [line[6:] for line in answer.text.splitlines() if line.startswith("data: {")]
+    return [json.loads(line) for line in lines]
+
+
+@pytest.mark.parametrize(
+    ("path", "fields"),
+    [
+        (CHAT, {"messages": [{"role": "user", "content": "a"}], "n": 3}),
+        (COMPLETIONS, {"prompt": "a b", "n": 2}),
+        (COMPLETIONS, {"prompt": ["a b", "c d"], "stream_options": {"include_usage": True}}),
+        (COMPLETIONS, {"prompt": [[5, 6], [7]]}),
+    ],
+)
+def test_a_stream_has_one_id(engine: Engine, path: str, fields: dict[str, Any]) -> None:
+    found = events(engine, path, **fields)
+    assert len({each["id"] for each in found}) == 1
+    assert len({choice["index"] for each in found for choice in each["choices"]}) > 1
+
+
+@pytest.mark.parametrize("echo", [False, True])
+def test_offsets_are_places_in_the_text(engine: Engine, echo: bool) -> None:
+    fields = {"prompt": "a word here", "logprobs": 1, "echo": echo, "n": 2}
+    whole = engine.post(COMPLETIONS, {"model": "tiny", "max_tokens": 4, **fields})
+    for choice in whole["choices"]:
+        logprobs = choice["logprobs"]
+        for offset, token in zip(logprobs["text_offset"], logprobs["tokens"], strict=True):
+            assert choice["text"][offset:].startswith(token)
+    texts: dict[int, str] = {}
+    for event in events(engine, COMPLETIONS, **fields):
+        for choice in event["choices"]:
+            before = len(texts.get(choice["index"], ""))
+            texts[choice["index"]] = texts.get(choice["index"], "") + choice["text"]
+            if choice["logprobs"] and choice["logprobs"]["text_offset"]:
+                assert choice["logprobs"]["text_offset"][0] == before
+
+
+def test_an_answer_without_either_passes_unchanged(engine: Engine) -> None:
+    one = engine.post(COMPLETIONS, {"model": "tiny", "max_tokens": 2, "prompt": "a"})
+    assert one["choices"][0]["logprobs"] is None
