@@ -15,7 +15,14 @@ from types import FrameType, ModuleType
 from typing import Any
 
 from sgl_ext.engine import http_server, sglang_api, startup
-from sgl_ext.engine.answers import anthropic, early_calls, openai, tool_calls, tool_choice
+from sgl_ext.engine.answers import (
+    anthropic,
+    early_calls,
+    openai,
+    text_logprobs,
+    tool_calls,
+    tool_choice,
+)
 from sgl_ext.engine.core import request_names, shared_prefixes
 from sgl_ext.engine.host_cache import chat_templates
 from sgl_ext.engine.http import (
@@ -126,7 +133,10 @@ _MAIN_HOOKS: dict[str, Hook] = {
     "requests.sessions.Session.request": ("AROUND", send_secret),
     # Requests
     f"{_ENTRY}.http_server.ORJSONRequest.json": ("AROUND", request_hook.read_body),
-    f"{_TOKENIZER}.generate_request": ("BEFORE", generation_hook.send_hints),
+    f"{_TOKENIZER}.generate_request": (
+        "BEFORE",
+        _each(text_logprobs.ask, generation_hook.send_hints),
+    ),
     f"{_GENERATION}.regenerate_rid": ("AROUND", request_names.keep_id),
     f"{_GENERATION}.normalize_batch_and_arguments": ("BEFORE", field_ranges.check_batch),
     f"{_EMBEDDING}.normalize_batch_and_arguments": ("BEFORE", field_ranges.check_batch),
@@ -158,7 +168,10 @@ _MAIN_HOOKS: dict[str, Hook] = {
     f"{_PARSER}.get_structure_constraint": ("AROUND", tool_choice.constrain_calls),
     f"{_MESSAGES}._convert_to_chat_completion_request": ("AROUND", translation.convert_messages),
     f"{_RESPONSES}._make_request": ("AROUND", pin_placement.place_pins_of_response),
-    f"{_RESPONSES}.create_responses": ("AROUND", translation.name_namespaces),
+    f"{_RESPONSES}.create_responses": (
+        "AROUND",
+        _nested(text_logprobs.allow_in_stream, translation.name_namespaces),
+    ),
     f"{_RESPONSES}._response_tools_to_chat_tools": ("AROUND", translation.keep_deferral),
     f"{_PROTOCOL}.ChatCompletionRequest.to_sampling_params": ("AROUND", tool_choice.join_schema),
     f"{_PROTOCOL}.ResponsesRequest.to_sampling_params": (
@@ -182,8 +195,14 @@ _MAIN_HOOKS: dict[str, Hook] = {
     f"{_MESSAGES}._convert_response": ("AROUND", anthropic.note_finish_reason),
     f"{_CHAT}._generate_chat_stream": ("AROUND", anthropic.watch_stream),
     f"{_TOKENIZER}._handle_abort_finish_reason": ("AROUND", faults.note_abort),
-    f"{_RESPONSES}.responses_full_generator": ("AROUND", faults.note_failure),
-    f"{_RESPONSES}.responses_stream_generator_non_harmony": ("AROUND", early_calls.stream_response),
+    f"{_RESPONSES}.responses_full_generator": (
+        "AROUND",
+        _nested(faults.note_failure, text_logprobs.complete_response),
+    ),
+    f"{_RESPONSES}.responses_stream_generator_non_harmony": (
+        "AROUND",
+        _nested(text_logprobs.stream_response, early_calls.stream_response),
+    ),
     f"{_OPENAI}.serving_chat.{_VERSIONS}": ("AROUND", openai.text_metadata),
     f"{_OPENAI}.serving_completions.{_VERSIONS}": ("AROUND", openai.text_metadata),
     f"{_DETECTOR}.parse_streaming_increment": ("AROUND", tool_calls.parse_chunk),

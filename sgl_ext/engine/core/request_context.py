@@ -58,6 +58,7 @@ class RequestContext:
     finish_reason, matched_stop: how SGLang says that the answer ended.
     is_cut: something else than the model ended the answer. has_open_call: inside of a call.
     parts: the words of a whole answer and the numbers of its calls, in order.
+    top_logprobs: how many log probabilities of each token its stream has; None: it has none.
     usage: what the start of a stream counted. thinking_tokens: those of the answer.
     thinking: the hash of the block that is being sent.
     failed_status, fault: the HTTP status and the text of its error, if SGLang answers others.
@@ -105,6 +106,7 @@ class RequestContext:
     parts: tuple[str | int, ...] = ()
     usage: dict[str, Any] | None = None
     thinking_tokens: int = 0
+    top_logprobs: int | None = None
     thinking: Any = None
     failed_status: int | None = None
     fault: str = ""
