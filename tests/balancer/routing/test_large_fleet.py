@@ -37,11 +37,16 @@ def reference(
     held = router.prefixes.lookup(routing.chain)
     open_views = {w: view for w, view in views.items() if able.has_capacity(w, held)}
     asked = home_of(router, routing, views)
-    among_all = place(asked, [*views.values()])
-    if among_all is None or not open_views:
-        return None
     home = next((w for w in views if w.id == asked.home), None)
     stays = home is not None and is_home(asked, home, views)
+    if place(asked, [*views.values()]) is None:
+        return None
+    if not open_views:  # a prompt that is at hand goes to its home's own queue
+        there = held[home.slot] if home is not None else None
+        if home is None or there is None or not stays:
+            return None
+        tokens = router.prefixes.prompt_tokens(routing.chain, there, routing.prompt_tokens)
+        return (home.id, "home") if able.may_go_beyond(home, tokens, there.tokens) else None
     if home is not None and stays and home in open_views:
         return home.id, "home"
     most = max(view.held_tokens for view in open_views.values())
