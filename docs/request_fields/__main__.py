@@ -25,6 +25,8 @@ from docs.request_fields.states import (
     State,
     states_of,
 )
+from sgl_ext.engine.fields.checks import Elsewhere, Internal
+from sgl_ext.engine.fields.ranges import GENERATION, SAMPLING
 
 PAGE = Path(__file__).parents[1] / "request-fields.md"
 _ROOT = "request"
@@ -61,7 +63,34 @@ async def page(found: dict[str, dict[str, Any]]) -> str:
             states = await states_of(observer, path, document, Notes(path))
             parts.append(f"\n## {path}, by {sdk} {about['version']}\n")
             parts += _tables(states)
+    parts += await _completions(observer)
+    parts += _generate()
     return "\n".join(parts) + "\n"
+
+
+async def _completions(observer: Observer) -> list[str]:
+    """The section of an API that OpenAI changes no more, so that SGLang's own SDK will do."""
+    about = sdks.read_sdk("openai", (sdks.COMPLETIONS,))
+    states = await states_of(
+        observer, sdks.COMPLETIONS, about["schemas"][sdks.COMPLETIONS], Notes(sdks.COMPLETIONS)
+    )
+    return [f"\n## {sdks.COMPLETIONS}, by openai {about['version']}\n", *_tables(states)]
+
+
+def _generate() -> Iterator[str]:
+    """The section of SGLang's own path, whose fields are those of its requests."""
+    yield "\n## /generate, by SGLang's own classes\n"
+    yield "Their values are in [ranges of fields](field-ranges.md). Other fields are ignored.\n"
+    yield "| field | state | |\n|---|---|---|"
+    for prefix, table in (("", GENERATION), ("sampling_params.", SAMPLING)):
+        groups: dict[tuple[str, str], list[str]] = defaultdict(list)
+        for name, check in table.items():
+            state, why = (REFUSED, "") if isinstance(check, Internal) else (ACTS, "")
+            if isinstance(check, Elsewhere) and "read" in str(check):
+                state, why = HARMLESS, str(check)
+            groups[state, why].append(prefix + name)
+        for (state, why), names in groups.items():
+            yield f"| {_names(names)} | {state} | {why} |"
 
 
 def _tables(states: list[State]) -> Iterator[str]:

@@ -22,6 +22,7 @@ from sgl_ext.requests.field_types import find_wrong_field
 from sgl_ext.requests.rewriting import translate
 
 MESSAGES, CHAT, RESPONSES = "/v1/messages", "/v1/chat/completions", "/v1/responses"
+COMPLETIONS = "/v1/completions"
 # SGLang parses them, and nothing reads them. Ids are new for each request.
 _UNUSED = {"max_tool_calls", "metadata", "model", "request_id", "rid", "service_tier", "truncation"}
 _UNUSED |= {"user", "safety_identifier"}
@@ -98,6 +99,8 @@ class Observer:
             return _used(converted), request.stream
         if path == CHAT:
             return _used(self._protocol.ChatCompletionRequest.model_validate(body))
+        if path == COMPLETIONS:
+            return _used(self._protocol.CompletionRequest.model_validate(body))
         request = self._protocol.ResponsesRequest.model_validate(body)
         convert = type(self._chat)._response_tools_to_chat_tools
         converted = {

@@ -156,4 +156,8 @@ OLLAMA_CHAT = Protocol(
     errors=OPENAI_ERRORS,
     prompt=_PROMPT,
     marks=MarkRules(read_fields=NO_PARTS),
+    refused={
+        "format": "use response_format of /v1/chat/completions",
+        "tools": "use /v1/chat/completions",
+    },
 )

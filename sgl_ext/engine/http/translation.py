@@ -25,7 +25,7 @@ from sgl_ext.requests.protocol import Model, Protocol, objects
 from sgl_ext.requests.rewriting import translate
 
 # Values with which a request has its usual meaning.
-_NOTHING: tuple[Any, ...] = (None, [], {}, "none", {"type": "create"}, ["text"])
+_NOTHING: tuple[Any, ...] = (None, "", [], {}, "none", {"type": "create"}, ["text"])
 
 
 def model_of(serving: ServingChat | None) -> Model:
@@ -78,8 +78,10 @@ def for_sglang(request: Any, context: RequestContext) -> Any:
 
 
 def _reject_refused(protocol: Protocol, body: Any) -> None:
-    for field, instead in protocol.refused.items():
-        if body.get(field) not in _NOTHING:
+    for field, instead in protocol.refused.items() if isinstance(body, dict) else ():
+        # The best of as many as are returned are all of them.
+        nothing = (*_NOTHING, body.get("n") or 1) if field == "best_of" else _NOTHING
+        if body.get(field) not in nothing:
             from fastapi import HTTPException
 
             error = {"message": f"{field}: is not supported; {instead}", "param": field}

@@ -1,0 +1,71 @@
+"""Fields that SGLang drops without a word are refused by name, on a real engine."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import requests
+from sgl_ext_cpu.nursery import Nursery
+
+from tests.engine.scheduler.test_event_publisher import Engine, running_engine
+
+COMPLETION: dict[str, Any] = {"model": "tiny", "prompt": "a b", "max_tokens": 2}
+OLLAMA: dict[str, Any] = {"model": "tiny", "stream": False, "options": {"num_predict": 2}}
+BODIES = {
+    "/v1/completions": COMPLETION,
+    "/api/chat": {**OLLAMA, "messages": [{"role": "user", "content": "a"}]},
+    "/api/generate": {**OLLAMA, "prompt": "a"},
+}
+
+
+@pytest.fixture(scope="module")
+def engine(
+    nursery: Nursery, tiny_model: Path, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Engine]:
+    log = tmp_path_factory.mktemp("dropped") / "engine.log"
+    with running_engine(nursery, tiny_model, log) as started:
+        yield started
+
+
+@pytest.mark.parametrize(
+    ("path", "fields"),
+    [
+        ("/v1/completions", {"suffix": "c"}),
+        ("/v1/completions", {"suffix": "c", "stream": True}),
+        ("/v1/completions", {"best_of": 3}),
+        ("/v1/completions", {"best_of": 3, "n": 2}),
+        ("/api/chat", {"format": "json"}),
+        ("/api/chat", {"tools": [{"type": "function", "function": {"name": "f"}}]}),
+        ("/api/generate", {"suffix": "c"}),
+        ("/api/generate", {"template": "{{ .Prompt }}"}),
+    ],
+)
+def test_a_field_that_nothing_acts_on_is_refused(
+    engine: Engine, path: str, fields: dict[str, Any]
+) -> None:
+    refused = requests.post(engine.url + path, json={**BODIES[path], **fields}, timeout=60)
+    assert refused.status_code == 400
+    error = refused.json()["error"]
+    name = next(iter(fields))
+    assert error["message"].startswith(f"{name}: is not supported; ")
+    if path == "/v1/completions":
+        assert error["param"] == name
+
+
+@pytest.mark.parametrize(
+    ("path", "fields"),
+    [
+        ("/v1/completions", {"suffix": None, "best_of": None}),
+        ("/v1/completions", {"suffix": "", "best_of": 1}),
+        ("/v1/completions", {"best_of": 2, "n": 2}),
+        ("/api/chat", {"format": "", "tools": []}),
+        ("/api/generate", {"suffix": "", "images": []}),
+    ],
+)
+def test_its_default_is_no_wish(engine: Engine, path: str, fields: dict[str, Any]) -> None:
+    if fields.get("format") == "":
+        fields = {**fields, "format": None}
+    engine.post(path, {**BODIES[path], **fields})
