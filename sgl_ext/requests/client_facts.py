@@ -5,6 +5,7 @@
     x-claude-code-agent-id, -parent-agent-id   Claude Code: which sub-agent, and whose
     x-claude-code-request-class, -agent-type, -prompt-id, -prev-tool-durations, -compaction,
       -context-compacted                       Claude Code with CLAUDE_CODE_GATEWAY_HINT_HEADERS=1
+    x-claude-1p-request-class                  Claude Code: `main`, `blocking-subagent`
     x-codex-turn-metadata                      Codex: JSON with the turn, the thread and its source
     x-session-id, x-parent-session-id          OpenCode: a sub-agent has a session with a parent
     cc_version, cc_entrypoint, cc_workload, cc_is_subagent
@@ -33,7 +34,7 @@ REQUEST_CLASSES = (MAIN, *OF_SUBAGENTS, COMPACTION, *OF_NO_AGENT)
 MOST_DURATIONS = 32
 _MOST_DURATION_BYTES, _MOST_METADATA_BYTES = 4096, 8192
 _DAY_MS = 86_400_000
-_CC = b"x-claude-code-"
+_CC, _OWN_CLASS = b"x-claude-code-", b"x-claude-1p-request-class"
 # Each header of Claude Code's with a short word, and its field here.
 _WORDS = tuple(
     (_CC + header, field)
@@ -69,6 +70,7 @@ _SDK_AGENTS = (b"anthropic/", b"asyncanthropic/", b"openai/", b"asyncopenai/", b
 # Headers that only one harness sends.
 _OWN_HEADERS = (
     (b"x-claude-code-session-id", CLAUDE_CODE),
+    (_OWN_CLASS, CLAUDE_CODE),
     (_METADATA, CODEX),
     (b"x-opencode-session", OPENCODE),
     (b"x-opencode-client", OPENCODE),
@@ -89,6 +91,8 @@ class ClientFacts(NamedTuple):
     workload, entrypoint: what Claude Code was started for, and by what.
     session: equal for all agents of one session of the harness: the id that it states, or its
         hash (`session.shown_name`).
+    own_class: what Claude Code calls the request for its vendor, such as `blocking-subagent`: the
+        main agent waits for it.
     ignored: the headers and fields that were not of their form.
     """
 
@@ -107,6 +111,7 @@ class ClientFacts(NamedTuple):
     workload: str = ""
     entrypoint: str = ""
     session: str = ""
+    own_class: str = ""
     ignored: tuple[str, ...] = ()
 
     def known(self) -> dict[str, Any]:
@@ -151,7 +156,7 @@ def read_headers(headers: Mapping[bytes, bytes]) -> ClientFacts:
         found["program"], found["version"] = (part.decode("ascii") for part in program.groups())
     durations: tuple[tuple[str, int], ...] = ()
     if harness == CLAUDE_CODE:
-        for name, field in _WORDS:
+        for name, field in (*_WORDS, (_OWN_CLASS, "own_class")):
             if (raw := headers.get(name)) is not None:
                 _take(found, field, raw.decode("latin-1"), name.decode(), ignored)
         if (raw := headers.get(_DURATIONS)) is not None:
@@ -170,7 +175,11 @@ def read_headers(headers: Mapping[bytes, bytes]) -> ClientFacts:
     if request_class and request_class not in REQUEST_CLASSES:  # of a newer Claude Code
         ignored.append("x-claude-code-request-class")
         request_class = ""
+    own_class = found.get("own_class", "")
+    if not request_class and own_class in REQUEST_CLASSES:
+        request_class = own_class
     is_subagent = request_class in OF_SUBAGENTS or bool(found.get("agent_id"))
+    is_subagent = is_subagent or own_class.endswith(SUBAGENT)
     return ClientFacts(
         harness,
         request_class=request_class or (SUBAGENT if is_subagent else ""),

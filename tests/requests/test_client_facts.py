@@ -184,3 +184,31 @@ def test_whatever_is_sent_the_facts_are_short_and_printable(
     texts = [value for value in facts if isinstance(value, str)]
     texts += [tool for tool, _ in facts.prev_tool_durations_ms]
     assert all(text.isascii() and text.isprintable() and len(text) <= 128 for text in texts)
+
+
+@pytest.mark.parametrize(
+    ("stated", "request_class", "is_subagent"),
+    [
+        (b"main", "main", False),
+        (b"blocking-subagent", "subagent", True),
+        (b"background-subagent", "subagent", True),
+        (b"title", "", False),
+    ],
+)
+def test_what_claude_code_calls_a_request_for_its_vendor_is_read(
+    stated: bytes, request_class: str, is_subagent: bool
+) -> None:
+    facts = read_client({b"x-claude-1p-request-class": stated}, {})
+    assert (facts.harness, facts.own_class) == ("claude-code", stated.decode())
+    assert (facts.request_class, facts.is_subagent) == (request_class, is_subagent)
+    assert facts.known()["own_class"] == stated.decode()
+
+
+def test_its_class_for_a_gateway_counts_first() -> None:
+    headers = {
+        b"x-claude-1p-request-class": b"main",
+        b"x-claude-code-request-class": b"compaction",
+    }
+    assert read_client(headers, {}).request_class == "compaction"
+    facts = read_client({b"x-claude-1p-request-class": b"a b" * 40}, {})
+    assert (facts.own_class, facts.ignored) == ("", ("x-claude-1p-request-class",))
