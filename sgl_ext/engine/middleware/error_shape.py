@@ -13,21 +13,23 @@ import orjson
 
 from sgl_ext.engine.middleware import context_length
 from sgl_ext.engine.middleware.context_length import too_long
+from sgl_ext.engine.middleware.validation import fields_of, of_item, plain
 from sgl_ext.protocols.anthropic import ANTHROPIC
 from sgl_ext.requests.places import value_at
 from sgl_ext.requests.protocol import ErrorShape, Protocol
 
 _LIMIT_CHARS = 1000
 _SHOWN = 3
-_INTERNALS = re.compile(r'Traceback|File \\?"|(/[\w.+@-]+){2,}\.py\b')
+_INTERNALS = re.compile(
+    r'Traceback|File \\?"|(/[\w.+@-]+){2,}\.(py\b|(cc|cpp|cu|h):\d)|\d validation errors?'
+)
 _TRACE = re.compile(r'^(Traceback\b|\s+File "|\s+POST /)')
 _PLACE = re.compile(r"(\[\d\d:\d\d:\d\d\] )?(/[\w.+@-]+)+\.\w+:\d+:?\s*")
 _FILE = re.compile(
     r"(?<![\w/:])(/[\w.+@-]+){2,}\.(py|pyc|so|cc|cpp|cu|h|rs|json|jinja|safetensors)\b"
 )
-_WORD = re.compile(r"[a-z_][a-z0-9_]*\Z")
-_TYPES = frozenset({"body", "str", "list", "dict", "int", "float", "bool"})
 _NO_GRAMMAR = re.compile(r"^Failed to compile (\w+) grammar: ")
+_PATH = re.compile(r"(messages|prompt|tools|response_format)(\.[a-z0-9_]+)*")
 _OWN_FIELDS = ("regex", "ebnf")
 INTERNAL = "Internal server error"
 
@@ -66,7 +68,7 @@ def scrubbed(status: int, message: str) -> str:
     it says that an answer was aborted."""
     if status == 500 and not message.startswith("The answer was"):
         return INTERNAL
-    lines = [line for line in message.splitlines() if not _TRACE.match(line)]
+    lines = [line for line in plain(message).splitlines() if not _TRACE.match(line)]
     text = _FILE.sub("a file of the server", _PLACE.sub("", "\n".join(lines))).strip()
     return text[:_LIMIT_CHARS] or "The request failed."
 
@@ -91,18 +93,12 @@ def shaped(shape: ErrorShape, error: EngineError, request_id: str) -> bytes:
 
 def error_of_validation(errors: Sequence[Any]) -> EngineError:
     """What pydantic found wrong with a body: the first fields, and what they should be."""
-    found: dict[str, str] = {}
-    for error in errors:
-        names = [str(step) for step in error.get("loc", ()) if _is_field(step)]
-        what = str(error.get("msg", "")).strip()
-        if error.get("type") == "json_invalid":  # then the place is a byte of the body
-            names, what = [], f"{what}: {error.get('ctx', {}).get('error', '')}"
-        found.setdefault(".".join(names) or "body", what)
-    shown = [f"{field}: {what}" for field, what in list(found.items())[:_SHOWN]]
+    found = fields_of(errors)
+    shown = [f"{path or 'body'}: {what}" for path, what in found[:_SHOWN]]
     if len(found) > _SHOWN:
         shown.append(f"and {len(found) - _SHOWN} more")
-    param = next(iter(found), None)
-    return EngineError(400, scrubbed(400, "; ".join(shown)), None if param == "body" else param)
+    param = found[0].path if found else ""
+    return EngineError(400, scrubbed(400, "; ".join(shown)), param or None)
 
 
 def with_field(error: EngineError, protocol: Protocol, body: Any) -> EngineError:
@@ -125,6 +121,22 @@ def with_field(error: EngineError, protocol: Protocol, body: Any) -> EngineError
     return error._replace(message=message, param=fields[0])
 
 
+def with_item(error: EngineError, body: Any) -> EngineError:
+    """An error of /v1/responses that names the client's item, and not the message that SGLang has
+    made of it."""
+    found = of_item(error.message, body.get("input") if isinstance(body, dict) else None)
+    if found is None or error.param is not None:
+        return error
+    return error._replace(message=f"{found.path}: {found.what}", param=found.path)
+
+
+def with_path(error: EngineError) -> EngineError:
+    """An error whose field is the one that its message begins with, if it begins with one."""
+    path = error.message.partition(": ")[0]
+    is_path = error.param is None and error.status == 400 and bool(_PATH.fullmatch(path))
+    return error._replace(param=path) if is_path and path != "body" else error
+
+
 def read_failed_event(data: bytes) -> EngineError:
     """The error in the last event of a failed response on /v1/responses."""
     response = orjson.loads(data.partition(b"\ndata: ")[2])["response"]
@@ -145,8 +157,3 @@ def failed_event(data: bytes) -> bytes:
     message = found.message if long is None else long.openai
     document["response"]["error"] = {"code": code, "message": message}
     return b"%b\ndata: %b\n\n" % (head, orjson.dumps(document))
-
-
-def _is_field(step: Any) -> bool:
-    """Whether a step of pydantic's path to an error names a field, and not one of its types."""
-    return isinstance(step, int) or (bool(_WORD.match(str(step))) and step not in _TYPES)

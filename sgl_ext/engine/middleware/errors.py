@@ -203,10 +203,10 @@ class _Answer:
         if context is None:
             return error
         if context.path in RESPONSES.paths:
-            error = faults.corrected(error, context)
+            error = error_shape.with_item(faults.corrected(error, context), context.body)
         if context.wrong_field is not None and error.param is None:
             error = error._replace(param=context.wrong_field)
-        return error_shape.with_field(error, context.protocol, context.body)
+        return error_shape.with_path(error_shape.with_field(error, context.protocol, context.body))
 
     def _reshaped(self, data: bytes) -> bytes:
         """An event that says that a stream failed, in the protocol's shape."""
