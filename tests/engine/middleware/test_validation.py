@@ -104,15 +104,6 @@ OUTPUT = {"type": "function_call_output", "call_id": "c"}
             {"response_format": {"type": "json_schema"}},
             "response_format.json_schema",
         ),
-        (
-            "/v1/chat/completions",
-            {
-                "tools": [
-                    {"type": "function", "function": {"name": "f", "parameters": {"type": "nope"}}}
-                ]
-            },
-            "tools.0.function.parameters",
-        ),
         ("/v1/completions", {"model": "tiny", "prompt": []}, "prompt"),
         ("/generate", {"text": 5}, None),
         ("/api/chat", {"model": "tiny", "messages": [{"role": "user"}]}, None),
