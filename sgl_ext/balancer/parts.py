@@ -186,6 +186,7 @@ class Parts:
         self.services.reload = self.reloads.reload
         heartbeats = self.services.heartbeats
         heartbeats.first_s, heartbeats.interval_s = config.first_byte_s, interval_s
+        self.services.resends.resend_s = config.resend_s
         self.services.span_export = self._span_export = open_export(config, metrics)
         self.services.control = self._control = ControlPool(make_app(self.services, interval_s))
         self._peers = self._make_peers(group, router)
@@ -221,6 +222,7 @@ class Parts:
             ("admission_queue", self._admission_queue.sweep),
             ("trials", self.services.trials.sweep),
             ("heartbeats", self.services.heartbeats.sweep),
+            ("resends", self.services.resends.sweep),
             ("key_file", self._reload_keys),
             ("engine_secret", self.services.reload_secret),
             ("settings", self.reloads.refresh),
@@ -234,6 +236,7 @@ class Parts:
         ]
 
     async def close(self) -> None:
+        self.services.resends.close()
         await self._sources.close()
         await self._subscribers.close()
         if self._peers is not None:
@@ -258,6 +261,7 @@ class Parts:
         services.hint_rules = HintRules(config.hints)
         services.conversations.response_ttl_s = config.response_ttl_s
         services.heartbeats.first_s = config.first_byte_s
+        services.resends.resend_s = config.resend_s
         router.worker_limit = config.max_in_flight
         router.preemption_threshold = config.preemption_threshold
         router.attempts.speeds.learns = config.learn_speeds

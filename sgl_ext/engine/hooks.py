@@ -40,6 +40,7 @@ from sgl_ext.engine.http import (
 from sgl_ext.engine.middleware import faults
 from sgl_ext.engine.middleware.secret import send_secret
 from sgl_ext.engine.scheduler import (
+    abandoned,
     adapters,
     admission,
     first_token,
@@ -221,6 +222,7 @@ _SCHEDULER_HOOKS: dict[str, Hook] = {
     f"{_SCHEDULER}.get_next_disagg_prefill_batch_to_run": ("AFTER", iteration.note_plan),
     f"{_SCHEDULER}.get_next_disagg_decode_batch_to_run": ("AFTER", iteration.note_plan),
     f"{_SCHEDULER}._poll_timeout_aborts": ("AFTER", iteration.send_orders),
+    f"{_SCHEDULER}.process_pending_chunked_abort": ("BEFORE", abandoned.keep_last_chunk),
     f"{_SCHEDULER}.process_input_requests": ("AROUND", iteration.take_orders),
     f"{_SCHEDULER}.process_batch_result": (
         "AROUND",

@@ -166,6 +166,7 @@ class Req(Protocol):
     host_loaded_length: int
     kv_hints: Any
     to_finish: Any
+    discard_output_reason: Any
     sampling_params: SamplingParams
 
     def finished(self) -> bool: ...
@@ -476,6 +477,7 @@ class Scheduler(Protocol):
     running_batch: ScheduleBatch
     last_batch: ScheduleBatch | None
     chunked_req: Req | None
+    _pending_chunked_abort_req: Req | None
     chunked_prefill_size: int | None
     max_running_requests: int
     max_req_len: int
@@ -496,3 +498,4 @@ class Scheduler(Protocol):
 
     def collect_inflight_reqs(self) -> Sequence[Req]: ...
     def abort_request(self, recv_req: Any) -> None: ...
+    def stash_chunked_request(self, req: Req) -> None: ...

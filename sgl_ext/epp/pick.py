@@ -47,6 +47,7 @@ class Pick(Exchange):
     """One request and its response."""
 
     _is_routed = False
+    _may_be_resent = False  # the gateway ends a request whose client has left
 
     def __init__(
         self,

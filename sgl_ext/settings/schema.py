@@ -198,6 +198,12 @@ class BalancerSettings(RequestSettings, frozen=True, kw_only=True):
         "Longest silence of a stream whose answer is awaited; then it says that it waits; 0: it "
         "stays silent. clients.md.",
     ] = 10.0
+    resend_s: Annotated[
+        Seconds,
+        RELOADS,
+        "Time for which a stream goes on after its client has left, for a client that sends it "
+        "again; 0: it ends at once. clients.md.",
+    ] = 5.0
     agent_hold_s: Annotated[
         Seconds,
         RELOADS,

@@ -104,6 +104,7 @@ _USED: dict[str, tuple[Any, Callable[[Balancer], Any]]] = {
     "max_in_flight": (6, lambda b: b._services.router.worker_limit),
     "learn_speeds": (False, lambda b: b._services.router.attempts.speeds.learns),
     "queue_limit": (2, lambda b: b._services.admission_queue.limit),
+    "resend_s": (2.0, lambda b: b._services.resends.resend_s),
     "first_byte_s": (3.0, lambda b: b._services.heartbeats.first_s),
     "agent_hold_s": (4.0, lambda b: b._services.admission_queue._gate.hold_s),
     "queue_timeout_s": (9.0, lambda b: b._services.admission_queue.timeout_s),

@@ -123,6 +123,10 @@ class Metrics(Page):
         self.cut_streams = counter(
             "cut_streams", "Streams that a worker cut after the first byte was sent to the client."
         )
+        self.resent_requests = counter(
+            "resent_requests",
+            "Requests that took over the copy that their client had sent before.",
+        )
         self.heartbeats = counter(
             "heartbeats", "Pings and comments sent to clients whose answer had not begun."
         )

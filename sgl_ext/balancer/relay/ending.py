@@ -2,6 +2,7 @@
 
 import logging
 import time
+from abc import abstractmethod
 from http import HTTPStatus
 
 import orjson
@@ -10,6 +11,7 @@ from msgspec import structs
 from sgl_ext.balancer.http.response_head import STREAM_LINES
 from sgl_ext.balancer.relay.delivery import BEFORE_FIRST_BYTE, ENDED, RELAYING, WAITING, Delivery
 from sgl_ext.balancer.relay.preparation import NOT_PREPARED
+from sgl_ext.balancer.relay.resends import NO_CLIENT
 from sgl_ext.balancer.relay.response import NO_RESPONSE
 from sgl_ext.balancer.reporting.ended_request import EndedRequest, Outcome, ended_request
 from sgl_ext.protocols.cache_diagnostics import find_event, with_diagnosis
@@ -32,6 +34,11 @@ class Ending(Delivery):
     _response = NO_RESPONSE
     _ttft_s = 0.0
     _answer_lines = b""
+    # Of a stream that another copy may take over: its key, and what was sent; b"" and None else.
+    _copy_key = b""
+    _sent: bytearray | None = None
+    _is_left = False
+    _paid_tokens: int | None = None  # when its client left
 
     def _complete(self) -> None:
         """The whole response came."""
@@ -61,6 +68,8 @@ class Ending(Delivery):
         if self._preparation.charge is not None:
             self._settle(None if usage is None else usage.computed_tokens)
         self._count()
+        if self._is_left and not self._response.head.streams:
+            self._forget_copy()
 
     def _with_cache_diagnosis(self, data: bytes, *, streams: bool) -> bytes:
         """A whole answer, or events of one, with why the cache missed if the request asks that."""
@@ -85,6 +94,8 @@ class Ending(Delivery):
         self._stage = ENDED
         self._services.heartbeats.end(self)
         self._release(by_worker=by_worker)
+        if self._is_left:
+            self._forget_copy()
 
     def end(self) -> None:
         """The balancer ends, and tells the client so."""
@@ -98,8 +109,40 @@ class Ending(Delivery):
             self._answer_error(error)
 
     def client_gone(self) -> None:
-        """The client disconnected."""
+        """The client disconnected. It may send the request again."""
         self._services.metrics.client_disconnects.inc()
+        if self._copy_key and self.can_be_taken and self._services.resends.resend_s:
+            self._leave()
+        else:
+            self.stop()
+
+    def _leave(self) -> None:
+        """Goes on without a client."""
+        services = self._services
+        self._is_left, self._client = True, NO_CLIENT
+        if self._stage is WAITING:  # the next client was not told yet
+            self._stage = BEFORE_FIRST_BYTE
+        services.heartbeats.end(self)
+        self._settle(None)  # for what was computed until now
+        self._request.hold = services.account.hold(self._head.tenant)
+        self._hold()
+        self.resume()
+        services.resends.leave(self._copy_key, self)
+
+    @property
+    def can_be_taken(self) -> bool:
+        """Whether another client could get the whole answer."""
+        return self._stage in (BEFORE_FIRST_BYTE, WAITING) or self._sent is not None
+
+    def _forget_copy(self) -> None:
+        self._services.resends.forget(self._copy_key, self)
+        self._request.hold.release()
+
+    def stop(self) -> None:
+        """Ends the request, as nobody waits for its answer."""
+        if self._stage is ENDED:
+            self._request.hold.release()
+            return
         self._disconnect()
         attempt = self._attempt
         if attempt is not None and attempt.sent_s is not None and self._is_run:
@@ -109,6 +152,11 @@ class Ending(Delivery):
             status = None
         self._keep(Outcome.DISCONNECTED, status)
         self._end_early(by_worker=False)
+
+    @abstractmethod
+    def resume(self) -> None: ...
+    @abstractmethod
+    def _hold(self) -> bool: ...
 
     def _forget_response(self) -> None:
         self._response = NO_RESPONSE
@@ -219,6 +267,9 @@ class Ending(Delivery):
             usage = self._response.usage()
             if usage is not None and usage.computed_tokens is not None:
                 cost = max(cost, usage.computed_tokens)
+        paid, self._paid_tokens = self._paid_tokens, cost
+        if paid is not None:  # the rest, or what was too much
+            charge, cost = charge._replace(tokens=max(paid - cost, 0)), max(cost - paid, 0)
         self._services.rate_limits.settle(charge, cost)
 
     def _count(self) -> None:

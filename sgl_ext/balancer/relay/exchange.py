@@ -34,7 +34,9 @@ from sgl_ext.balancer.relay.ending import OK, Ending
 from sgl_ext.balancer.relay.hidden_usage import without_usage
 from sgl_ext.balancer.relay.preparation import NOT_PREPARED, Preparation, ask, prepare
 from sgl_ext.balancer.relay.reading import Asked, Reading
+from sgl_ext.balancer.relay.resends import MAX_SENT_BYTES, copy_key
 from sgl_ext.balancer.relay.response import Response
+from sgl_ext.balancer.reporting.ended_request import Outcome
 from sgl_ext.limits.bounds import LARGE_BODY_BYTES
 from sgl_ext.protocols.errors import BalancerError, internal_error
 
@@ -49,6 +51,10 @@ class Exchange(Ending):
     """One request and its response."""
 
     _waiting: asyncio.Task[None] | None = None
+    # The copy that answers in place of this one.
+    _copy: "Exchange | None" = None
+    _may_be_resent = True
+    _counted_bytes = 0
 
     # Prepare.
 
@@ -83,7 +89,64 @@ class Exchange(Ending):
         if self._spans is not None:
             body = reading.stripped.body
             self._spans.read(body.get("model") if isinstance(body, dict) else None)
+        if reading.beat and self._finds_copy():
+            return
         self._prepared(prepare(self._services, self._request, asked, reading, self._turns))
+
+    def _finds_copy(self) -> bool:
+        """Whether the client sent this request before, and its copy answers now. Otherwise this one
+        may be the copy of a later one."""
+        body, resends = self._request.body, self._services.resends
+        is_asked = resends.resend_s and self._may_be_resent and self._turns is None
+        if not is_asked or len(body) > LARGE_BODY_BYTES:
+            return False
+        self._copy_key = copy_key(self._head, body)
+        copy = resends.take(self._copy_key)
+        if not isinstance(copy, Exchange):
+            self._sent = bytearray()
+            return False
+        self._services.metrics.resent_requests.inc()
+        self._stage, self._copy = ENDED, copy
+        copy.taken_over(self)
+        return True
+
+    def taken_over(self, later: "Exchange") -> None:
+        """The client of a later copy gets the answer, from its beginning."""
+        if self._stage is not ENDED:
+            status = None if self._stage is BEFORE_FIRST_BYTE else self._response.head.status
+            self._keep(Outcome.DISCONNECTED, status)
+        named = self._named_lines()
+        self._client, self._head = later._client, later._head
+        self._request_id = later._request_id
+        self._trace_id, self._spans = later._trace_id, later._spans
+        self._request.hold.release()
+        self._request.hold = later._request.hold
+        self._is_left = False
+        self._hold()
+        if self._sent is not None and self._response.lines:
+            head = self._response.head
+            lines = self._response.lines.replace(named, self._named_lines())
+            self._response.lines = lines
+            if self._stage is not BEFORE_FIRST_BYTE:
+                self._client.start_stream(head.status, head.reason, lines, bytes(self._sent))
+        if self._stage is ENDED:
+            self._client.end_stream()
+        elif self._stage is BEFORE_FIRST_BYTE:
+            self._services.heartbeats.begin(self)
+        elif self._client.paused and self._connection is not None:
+            self._connection.pause()
+
+    def client_gone(self) -> None:
+        if self._copy is not None:
+            self._copy.client_gone()
+        else:
+            super().client_gone()
+
+    def end(self) -> None:
+        if self._copy is not None:
+            self._copy.end()
+        else:
+            super().end()
 
     def _prepared(self, preparation: Preparation) -> None:
         self._preparation = preparation
@@ -235,11 +298,16 @@ class Exchange(Ending):
         recorder = self._preparation.recorder
         recorded_bytes = 0 if recorder is None else recorder.held_bytes
         held_bytes = len(self._request.body) + self._response.held_bytes + recorded_bytes
+        if self._sent is not None:
+            self._counted_bytes = len(self._sent)
+            held_bytes += self._counted_bytes
         return self._request.hold.set(held_bytes)
 
     def resume(self) -> None:
         """The client reads again."""
-        if self._connection is not None:
+        if self._copy is not None:
+            self._copy.resume()
+        elif self._connection is not None:
             self._connection.resume()
 
     def _relay(self, data: bytes) -> None:
@@ -255,12 +323,25 @@ class Exchange(Ending):
         self._response.sent(data)
         if self._preparation.hides_usage and not (data := without_usage(data)):
             return
+        if self._sent is not None:
+            self._note_sent(self._sent, data)
         if self._stage is RELAYING:
             self._client.write(data)
         else:
             self._start_stream(data)
         if self._client.paused and self._connection is not None:
             self._connection.pause()
+
+    def _note_sent(self, sent: bytearray, data: bytes) -> None:
+        """Keeps what was sent for a later copy of the request, within bounds."""
+        account = self._services.account
+        if len(sent) + len(data) > MAX_SENT_BYTES or account.used > account.limit_bytes // 2:
+            self._sent = None
+            self._hold()
+            return
+        sent += data
+        if len(sent) > self._counted_bytes + _UNHELD_BYTES:
+            self._hold()
 
     def _start_stream(self, data: bytes) -> None:
         head = self._response.head

@@ -24,6 +24,7 @@ from sgl_ext.balancer.relay.heartbeats import Heartbeats
 from sgl_ext.balancer.relay.hint_rules import HintRules
 from sgl_ext.balancer.relay.large_bodies import LargeBodies
 from sgl_ext.balancer.relay.reading import Asked, BodyReader, Reading, read_registration
+from sgl_ext.balancer.relay.resends import MOST_LEFT, Resends
 from sgl_ext.balancer.reporting.activity import Activity
 from sgl_ext.balancer.reporting.cache_turns import CacheTurns
 from sgl_ext.balancer.reporting.hit_rates import HitRates
@@ -101,6 +102,8 @@ class Services:
         self.context_guard = Guard("making a context", self.metrics.background_failed)
         self.cache_turns = CacheTurns(self.metrics, self.request_log.detector)
         self.heartbeats = Heartbeats(self.metrics.background_failed)
+        self.resends = Resends(self.metrics.background_failed)
+        self.metrics.tables.add("left_requests", self.resends.__len__, lambda: MOST_LEFT)
         self.trials = Trials(self.router, lambda: self.admission_queue.timeout_s)
         self.standby_prefill = StandbyPrefill(self.router, self.metrics, self.session)
         settings = {

@@ -287,6 +287,34 @@ async def test_a_client_that_leaves_early_is_charged_for_its_prompt_and_what_was
     assert 400 <= prompt_tokens <= 1000
 
 
+@pytest.mark.parametrize("total", [b"null", orjson.dumps(USAGE)])
+async def test_a_request_that_is_sent_again_is_charged_once(
+    serve: Serve, folder: Path, total: bytes
+) -> None:
+    tenant = Tenant(folder, "tokens_per_minute = 60000")
+    worker = Raw(sse(CHUNK, end=b""))
+    balancer = await serve(worker, **tenant.config)
+    limits = balancer.services.rate_limits
+    limits.clock = lambda: 1e9
+    async with ClientSession(f"http://127.0.0.1:{balancer.port}") as client:
+        body = {"messages": [{"role": "user", "content": "word " * 400}], "stream": True}
+        async with client.post(CHAT, json=body, headers=tenant.headers) as answer:
+            await answer.content.readexactly(len(CHUNK))
+            answer.close()
+        await until(lambda: len(balancer.services.resends))
+        paid_tokens = charged(balancer)
+        async with client.post(CHAT, json=body, headers=tenant.headers) as answer:
+            await answer.content.readexactly(len(CHUNK))
+            assert charged(balancer) == paid_tokens
+            last = b'data: {"id":"1","choices":[],"model":"m","usage":%b}\n\n' % total
+            worker.go_on(b"".join(sse(CHUNK, last)[1:]))
+            await answer.read()
+    assert charged(balancer) == paid_tokens + (2 if total == b"null" else 0)
+    # If it really cost less, the tenant may use the rest.
+    cost = charged(balancer) if total == b"null" else 10
+    assert limits._buckets["a", "tokens"].level(1e9) == 60_000 - cost
+
+
 async def test_a_stream_of_several_prompts_is_charged_for_all(serve: Serve, folder: Path) -> None:
     def event(index: int, generated: int) -> bytes:
         counts = {"prompt_tokens": 1000, "completion_tokens": generated, "cached_tokens": 100}

@@ -1,0 +1,387 @@
+"""A request that its client sends again goes on where its first copy was."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import orjson
+import pytest
+
+from sgl_ext.balancer.relay import exchange, resends
+from sgl_ext.balancer.relay.resends import MOST_LEFT, Resends
+from sgl_ext.balancer.server import Balancer
+from tests.balancer.conftest import Connect, Serve
+from tests.balancer.wire import Raw, Wire, answer, chunked, request, sse, until
+
+SESSION = b"x-claude-code-session-id: s"
+ONE, TWO, THREE = (b'data: {"n": %d}\n\n' % n for n in (1, 2, 3))
+OPEN = sse(end=b"")
+
+
+class Clock:
+    now_s = 0.0
+
+    def __call__(self) -> float:
+        return self.now_s
+
+
+class Copy:
+    can_be_taken = True
+
+    def __init__(self) -> None:
+        self.stops = 0
+
+    def stop(self) -> None:
+        self.stops += 1
+
+
+def test_a_copy_waits_for_its_client_and_then_stops() -> None:
+    clock = Clock()
+    left = Resends(str, 5.0, clock)
+    taken, late, lost = (Copy() for _ in range(3))
+    for key, copy in zip((b"taken", b"late", b"lost"), (taken, late, lost), strict=True):
+        left.leave(key, copy)
+    clock.now_s = 4.0
+    assert left.take(b"taken") is taken
+    assert left.take(b"taken") is None
+    lost.can_be_taken = False
+    assert left.take(b"lost") is None
+    left.sweep()
+    assert (late.stops, lost.stops) == (0, 1)
+    clock.now_s = 5.0
+    left.sweep()
+    assert (taken.stops, late.stops, len(left)) == (0, 1, 0)
+
+
+def test_one_copy_of_a_key_waits_and_no_more_than_the_bound() -> None:
+    left = Resends(str, 5.0, Clock())
+    copies = [Copy() for _ in range(MOST_LEFT + 1)]
+    for number, copy in enumerate(copies):
+        left.leave(b"%d" % number, copy)
+    assert (len(left), copies[0].stops, copies[1].stops) == (MOST_LEFT, 1, 0)
+    again = Copy()
+    left.leave(b"1", again)
+    left.forget(b"1", copies[1])  # it ended as it was stopped
+    assert (copies[1].stops, len(left)) == (1, MOST_LEFT)
+    left.close()
+    assert (again.stops, len(left)) == (1, 0)
+
+
+def asked(text: str = "Hello", *lines: bytes, path: bytes = b"/v1/messages", **more: Any) -> bytes:
+    body = {"messages": [{"role": "user", "content": text}], "stream": True, **more}
+    return request(orjson.dumps(body), SESSION, *lines, path=path)
+
+
+class Node:
+    """A balancer whose left requests wait by a clock of the test."""
+
+    def __init__(self, balancer: Balancer, connect: Connect) -> None:
+        self.balancer = balancer
+        self.left = balancer.services.resends
+        self.left.clock = self.clock = Clock()
+        self._connect = connect
+
+    async def send(self, data: bytes) -> Wire:
+        wire = await self._connect(self.balancer)
+        wire.writer.write(data)
+        return wire
+
+    async def leaves(self, wire: Wire) -> None:
+        """Its client goes away, and its request waits for another one."""
+        before = len(self.left)
+        wire.writer.transport.abort()
+        await until(lambda: len(self.left) == before + 1)
+
+    async def gone(self, wire: Wire) -> None:
+        """Its client goes away, and its request with it."""
+        count = self.balancer.services.metrics.client_disconnects
+        before = count.counts[()]
+        wire.writer.transport.abort()
+        await until(lambda: count.counts[()] == before + 1)
+        assert len(self.left) == 0
+
+    def is_level(self) -> bool:
+        return (
+            self.balancer.account.used == 0 and not self.balancer.services.workers.all[0].in_flight
+        )
+
+
+async def event_of(wire: Wire) -> bytes:
+    size = int(await wire.reader.readuntil(b"\r\n"), 16)
+    return (await wire.reader.readexactly(size + 2))[:-2]
+
+
+async def head_of(wire: Wire) -> bytes:
+    return await wire.reader.readuntil(b"\r\n\r\n")
+
+
+async def test_a_request_that_waits_for_its_prefill_goes_on(serve: Serve, connect: Connect) -> None:
+    worker = Raw([])
+    node = Node(await serve(worker), connect)
+    first = await node.send(asked("Hello", b"x-request-id: one"))
+    await until(lambda: worker.requests)
+    await node.leaves(first)
+    node.clock.now_s = 4.9
+    node.left.sweep()
+    second = await node.send(asked("Hello", b"x-request-id: two"))
+    await until(lambda: not len(node.left))
+    worker.go_on(b"".join(sse(ONE, TWO)))
+    head, events = await second.stream()
+    assert events == ONE + TWO
+    assert b": two\r\n" in head
+    assert b": one\r\n" not in head
+    assert len(worker.requests) == 1
+    assert node.balancer.services.metrics.resent_requests.counts[()] == 1
+    await until(node.is_level)
+    # The connection takes the next request, which is a new one.
+    assert (await second.ask(asked(stream=False)))[1] == b"{}"
+
+
+async def test_the_new_client_gets_what_the_first_one_was_sent(
+    serve: Serve, connect: Connect
+) -> None:
+    worker = Raw([*OPEN, *chunked(ONE, end=b"")])
+    node = Node(await serve(worker), connect)
+    first = await node.send(asked())
+    await head_of(first)
+    assert await event_of(first) == ONE
+    await node.leaves(first)
+    worker.go_on(chunked(TWO, end=b"")[0])
+    second = await node.send(asked("Hello", b"x-request-id: two"))
+    head = await head_of(second)
+    assert b": two\r\n" in head
+    got = await event_of(second)
+    while got != ONE + TWO:
+        got += await event_of(second)
+    await node.leaves(second)
+    third = await node.send(asked())
+    await head_of(third)
+    assert await event_of(third) == ONE + TWO
+    worker.go_on(b"".join(chunked(THREE)))
+    assert await event_of(third) == THREE
+    assert await third.reader.readexactly(5) == b"0\r\n\r\n"
+    assert len(worker.requests) == 1
+    await until(node.is_level)
+
+
+async def test_an_answer_that_ended_meanwhile_is_sent_whole(serve: Serve, connect: Connect) -> None:
+    worker = Raw([])
+    node = Node(await serve(worker), connect)
+    first = await node.send(asked())
+    await until(lambda: worker.requests)
+    await node.leaves(first)
+    worker.go_on(b"".join(sse(ONE, TWO)))
+    await until(lambda: not node.balancer.services.workers.all[0].in_flight)
+    _, events = await (await node.send(asked())).stream()
+    assert events == ONE + TWO
+    assert len(worker.requests) == 1
+    await until(node.is_level)
+
+
+async def test_a_request_in_the_queue_keeps_its_place(serve: Serve, connect: Connect) -> None:
+    worker = Raw([], [], [])
+    node = Node(await serve(worker, max_in_flight=1), connect)
+    queue = node.balancer.services.admission_queue
+    await node.send(asked("runs"))
+    await until(lambda: worker.requests)
+    first = await node.send(asked("first"))
+    await until(lambda: len(queue) == 1)
+    await node.send(asked("second"))
+    await until(lambda: len(queue) == 2)
+    await node.leaves(first)
+    assert len(queue) == 2
+    again = await node.send(asked("first"))
+    await until(lambda: not len(node.left))
+    worker.go_on(b"".join(sse(ONE)))
+    await until(lambda: len(worker.requests) == 2)
+    assert b"first" in worker.requests[1]
+    worker.go_on(b"".join(sse(TWO)))
+    assert (await again.stream())[1] == TWO
+    await until(lambda: len(worker.requests) == 3)
+    assert b"second" in worker.requests[2]
+
+
+async def test_a_request_that_nobody_sends_again_stops(serve: Serve, connect: Connect) -> None:
+    worker = Raw([*OPEN, *chunked(ONE, end=b"")])
+    node = Node(await serve(worker), connect)
+    first = await node.send(asked())
+    await head_of(first)
+    await node.leaves(first)
+    node.clock.now_s = 5.0
+    node.left.sweep()
+    await worker.closed.wait()
+    await until(node.is_level)
+
+
+@pytest.mark.parametrize(
+    ("text", "lines"),
+    [
+        ("Hello.", []),
+        ("Hello", [b"x-tenant-id: other"]),
+        ("Hello", [b"x-claude-code-agent-id: a"]),
+        ("Hello", [b"anthropic-beta: more"]),
+    ],
+)
+async def test_another_request_begins_anew(
+    serve: Serve, connect: Connect, text: str, lines: list[bytes]
+) -> None:
+    worker = Raw([], [])
+    node = Node(await serve(worker), connect)
+    first = await node.send(asked())
+    await until(lambda: worker.requests)
+    await node.leaves(first)
+    await node.send(asked(text, *lines))
+    await until(lambda: len(worker.requests) == 2)
+    assert len(node.left) == 1
+
+
+async def test_two_clients_that_both_wait_get_two_answers(serve: Serve, connect: Connect) -> None:
+    worker = Raw([], [])
+    node = Node(await serve(worker), connect)
+    await node.send(asked())
+    await node.send(asked())
+    await until(lambda: len(worker.requests) == 2)
+
+
+@pytest.mark.parametrize("is_off", [False, True])
+async def test_what_is_no_stream_or_may_not_wait_stops_at_once(
+    serve: Serve, connect: Connect, is_off: bool
+) -> None:
+    worker = Raw([])
+    node = Node(await serve(worker, resend_s=0.0 if is_off else 5.0), connect)
+    first = await node.send(asked(stream=is_off))
+    await until(lambda: worker.requests)
+    await node.gone(first)
+    await worker.closed.wait()
+    await until(node.is_level)
+
+
+async def test_an_answer_beyond_the_buffer_stops_at_once(
+    serve: Serve, connect: Connect, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(exchange, "MAX_SENT_BYTES", len(ONE) + 1)
+    assert resends.MAX_SENT_BYTES == 256 * 1024
+    worker = Raw([*OPEN, *chunked(ONE, TWO, end=b"")])
+    node = Node(await serve(worker), connect)
+    first = await node.send(asked())
+    await head_of(first)
+    got = await event_of(first)
+    while got != ONE + TWO:
+        got += await event_of(first)
+    await node.gone(first)
+    await worker.closed.wait()
+    await until(node.is_level)
+
+
+async def test_an_answer_that_outgrows_the_buffer_stops_soon(
+    serve: Serve, connect: Connect, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(exchange, "MAX_SENT_BYTES", len(ONE) + 1)
+    worker = Raw([*OPEN, *chunked(ONE, end=b"")])
+    node = Node(await serve(worker, interval_s=3600.0), connect)
+    first = await node.send(asked())
+    await head_of(first)
+    await node.leaves(first)
+    (copy,) = (copy for _, copy in node.left._left.values())
+    worker.go_on(chunked(TWO, end=b"")[0])
+    await until(lambda: not copy.can_be_taken)
+    node.left.sweep()
+    await worker.closed.wait()
+    await until(node.is_level)
+
+
+async def test_what_was_sent_counts_and_gives_way_when_memory_is_short(
+    serve: Serve, connect: Connect
+) -> None:
+    large = b"data: %b\n\n" % (b"x" * 40_000)
+    worker = Raw([*OPEN, *chunked(large, end=b"")])
+    node = Node(await serve(worker), connect)
+    account = node.balancer.account
+    first = await node.send(asked())
+    await head_of(first)
+    assert await event_of(first) == large
+    assert account.used >= len(large)
+    other = account.hold("")
+    other.set(account.limit_bytes // 2)
+    worker.go_on(chunked(ONE, end=b"")[0])
+    assert await event_of(first) == ONE
+    await until(lambda: account.used == other.size)
+    other.release()
+    await node.gone(first)
+
+
+@pytest.mark.parametrize("has_begun", [False, True])
+async def test_a_copy_that_fails_without_a_client_is_sent_anew(
+    serve: Serve, connect: Connect, has_begun: bool
+) -> None:
+    worker = Raw([*OPEN, *chunked(ONE, end=b"")] if has_begun else [])
+    node = Node(await serve(worker), connect)
+    first = await node.send(asked())
+    await until(lambda: worker.requests)
+    if has_begun:
+        await head_of(first)
+    await node.leaves(first)
+    if has_begun:
+        assert worker._writer is not None
+        worker._writer.transport.abort()
+    else:
+        worker.go_on(answer(b"{}").replace(b"200 OK", b"400 Bad Request"))
+    await until(lambda: not len(node.left))
+    await until(node.is_level)
+    worker.answers = [sse(TWO)]
+    _, events = await (await node.send(asked())).stream()
+    assert events == TWO
+    assert len(worker.requests) == 2
+
+
+async def test_each_client_of_a_waiting_request_is_told_to_wait(
+    serve: Serve, connect: Connect
+) -> None:
+    worker = Raw([])
+    node = Node(await serve(worker), connect)
+    beats = node.balancer.services.heartbeats
+    beats.interval_s, beats.clock = 0.0, node.clock
+    first = await node.send(asked())
+    await until(lambda: worker.requests)
+    node.clock.now_s = 10.0
+    beats.sweep()
+    await head_of(first)
+    await node.leaves(first)
+    assert len(beats) == 0
+    second = await node.send(asked())
+    await until(lambda: not len(node.left))
+    node.clock.now_s = 20.0
+    beats.sweep()
+    await head_of(second)
+    assert (await event_of(second)).startswith(b"event: ping")
+    worker.go_on(b"".join(sse(ONE)))
+    assert await event_of(second) == ONE
+
+
+async def test_the_log_has_each_id_once(serve: Serve, connect: Connect) -> None:
+    worker = Raw([])
+    node = Node(await serve(worker), connect)
+    first = await node.send(asked("Hello", b"x-request-id: one"))
+    await until(lambda: worker.requests)
+    await node.leaves(first)
+    second = await node.send(asked("Hello", b"x-request-id: two"))
+    await until(lambda: not len(node.left))
+    worker.go_on(b"".join(sse(ONE)))
+    await second.stream()
+    log = node.balancer.services.request_log
+    found = [orjson.loads(await log.find(id) or b"{}") for id in ("one", "two")]
+    assert [line["outcome"] for line in found] == ["disconnected", "complete"]
+    assert len(log._remembered) == 2
+
+
+async def test_a_balancer_that_ends_stops_what_has_no_client(
+    serve: Serve, connect: Connect
+) -> None:
+    worker = Raw([])
+    node = Node(await serve(worker), connect)
+    first = await node.send(asked())
+    await until(lambda: worker.requests)
+    await node.leaves(first)
+    await node.balancer.stop()
+    await worker.closed.wait()
+    assert node.is_level()
