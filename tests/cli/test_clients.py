@@ -72,6 +72,7 @@ def test_clients_are_told_the_window(node: FakeNode, run: Run) -> None:
     assert f"model_context_window = {WINDOW}" in how["codex"]
     assert f'"context": {WINDOW}' in how["opencode"]
     assert f'"max_input_tokens": {WINDOW}' in how["aider"]
+    assert "MAX_OUTPUT_TOKENS" not in how["qwen-code"]
     # Claude Code has a least window at which it compacts, and asks for 32,000 tokens.
     serve(node, window=32_768)
     how = how_of(run)
@@ -82,6 +83,17 @@ def test_clients_are_told_the_window(node: FakeNode, run: Run) -> None:
     how = how_of(run)
     assert "MAX_CONTEXT" not in how["claude-code"]
     assert "model_context_window" not in how["codex"]
+
+
+@pytest.mark.parametrize("window", [39_993, 55_000, 8_192, 127_999])
+def test_the_longest_answer_leaves_most_of_a_small_window_to_the_prompt(
+    node: FakeNode, run: Run, window: int
+) -> None:
+    serve(node, window=window)
+    how = how_of(run)
+    assert f"QWEN_CODE_MAX_OUTPUT_TOKENS={window // 4}" in shlex.split(how["qwen-code"])
+    assert f"CLAUDE_CODE_MAX_OUTPUT_TOKENS={window // 4}" in shlex.split(how["claude-code"])
+    assert f'"output": {min(32_000, window // 4)}' in how["opencode"]
 
 
 def test_clients_of_a_node_with_keys_get_a_place_for_theirs(

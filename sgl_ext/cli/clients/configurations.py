@@ -150,6 +150,8 @@ def _qwen_code(node: Node) -> Client:
         "OPENAI_API_KEY": node.key or NO_KEY,
         "OPENAI_MODEL": node.model,
     }
+    if node.window_tokens and node.window_tokens < _SMALL_WINDOW:
+        environment["QWEN_CODE_MAX_OUTPUT_TOKENS"] = str(node.window_tokens // 4)
     return Client("Qwen Code", Start(("qwen", "--auth-type", "openai"), environment))
 
 
