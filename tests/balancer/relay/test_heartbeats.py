@@ -13,9 +13,12 @@ from wsproto.events import Ping, TextMessage
 
 from sgl_ext.balancer.relay.heartbeats import AGAIN_S, Heartbeats
 from sgl_ext.balancer.server import Balancer
+from sgl_ext.protocols.errors import OPENAI_ERRORS, openai_body
+from sgl_ext.protocols.registry import of_path
 from tests.balancer.conftest import Connect, Serve
 from tests.balancer.relay.test_responses_socket import CREATE, Bare
 from tests.balancer.wire import Raw, Wire, answer, request, sse, until
+from tests.sdk_models import problems
 from tests.waiting import HANG_S
 
 PING = b'event: ping\ndata: {"type": "ping"}\n\n'
@@ -290,6 +293,16 @@ def anthropic_events() -> bytes:
     return b"".join(
         b"event: %b\ndata: %b\n\n" % (each["type"].encode(), orjson.dumps(each)) for each in events
     )
+
+
+@pytest.mark.parametrize("path", ERRORS)
+def test_the_sdks_models_have_beats_and_late_errors(path: str) -> None:
+    late = b'{"type": "error", "error": {"type": "api_error", "message": "No."}}'
+    events = anthropic_events() if path == MESSAGES else b""
+    error = of_path(path).errors.late(orjson.loads(late), 0)
+    if path == CHAT:
+        error = OPENAI_ERRORS.late(orjson.loads(openai_body(503, "No.")), 0)
+    assert problems(path, 200, "text/event-stream", BEATS[path] + events + error) == []
 
 
 async def test_the_sdks_read_a_stream_with_beats(serve: Serve) -> None:
