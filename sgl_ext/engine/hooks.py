@@ -18,6 +18,7 @@ from sgl_ext.engine import http_server, sglang_api, startup
 from sgl_ext.engine.answers import (
     anthropic,
     early_calls,
+    held_schemas,
     openai,
     text_logprobs,
     tool_calls,
@@ -143,7 +144,12 @@ _MAIN_HOOKS: dict[str, Hook] = {
     f"{_EMBEDDING}.normalize_batch_and_arguments": ("BEFORE", field_ranges.check_batch),
     f"{_TOKENIZER}._validate_one_request": (
         "BEFORE",
-        _each(window.check_length, vendor_values.take, field_ranges.check_prompt),
+        _each(
+            window.check_length,
+            vendor_values.take,
+            field_ranges.check_prompt,
+            held_schemas.check_sent,
+        ),
     ),
     f"{_TOKENIZER}._create_tokenized_object": ("AROUND", field_ranges.check_sent),
     f"{_CHAT}._convert_to_internal_request": ("AROUND", pin_placement.place_pins),

@@ -15,6 +15,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from sgl_ext.engine import sglang_api
+from sgl_ext.engine.answers.held_schemas import refuse_answer
 from sgl_ext.engine.sglang_http_types import FunctionCallParser
 
 _CALL = "<tool_call>"
@@ -64,10 +65,10 @@ def no_call(name: str) -> Format:
 def json_or(schema: str, calls: Any) -> tuple[str, Any]:
     """JSON of a schema, or the calls of a constraint that `tag` made.
 
-    Raises ValueError, as SGLang does for a schema alone, if xgrammar would ignore a part of it.
+    Raises ValueError, as for a schema alone, if a grammar would ignore a part of it.
     """
     document = json.loads(schema)
-    sglang_api.validate_xgrammar_json_schema(document)
+    refuse_answer(document)
     answer = {"type": "json_schema", "json_schema": document}
     either = {"type": "or", "elements": [answer, calls.format]}
     return tag(after_thinking(either))

@@ -21,7 +21,7 @@ from sgl_ext.requests.call_arguments import sendable_text
 
 _TEXT = r'"(?:[^"\\]|\\.)*"'
 _HEAD = re.compile(
-    rf'\{{\s*"name"\s*:\s*({_TEXT})\s*,\s*"(?:arguments|parameters)"\s*:\s*(?=[\{{\[])', re.DOTALL
+    rf'\{{\s*"name"\s*:\s*({_TEXT})\s*,\s*"(?:arguments|parameters)"\s*:\s*(?=\S)', re.DOTALL
 )
 _BETWEEN = " \t\r\n[],}"
 
@@ -41,13 +41,13 @@ class _State(Enum):
 
 
 class Value:
-    """Finds the end of a JSON object or list. Outside of texts it also finds a marker's first
-    character."""
+    """Finds the end of a JSON value. Outside of texts it also finds a marker's first character."""
 
     def __init__(self, stop: str) -> None:
         self._stop = stop
         self._depth = 0
         self._in_text = self._is_escaped = False
+        self._is_plain: bool | None = None  # a number, true, false or null
 
     def read(self, text: str, begin: int = 0) -> tuple[int, bool]:
         """Where the value ends and True; or else where the marker may begin, or the text's end."""
@@ -60,16 +60,24 @@ class Value:
                     self._is_escaped = True
                 elif char == '"':
                     self._in_text = False
-            elif char == '"':
+                    if self._depth == 0:
+                        return at + 1, True
+                continue
+            if self._is_plain is None and not char.isspace():
+                self._is_plain = char not in '"{['
+            if char == '"':
                 self._in_text = True
+            elif char == self._stop:
+                return at, False
+            elif self._is_plain:
+                if char in ",}]" or char.isspace():
+                    return at, True
             elif char in "{[":
                 self._depth += 1
             elif char in "}]":
                 self._depth -= 1
                 if self._depth <= 0:
                     return at + 1, True
-            elif char == self._stop:
-                return at, False
         return len(text), False
 
 
@@ -142,7 +150,7 @@ class JsonCalls:
         return False if self.end.startswith(self._left) else self._finish(0)
 
     def _read_whole(self, found: list[Part], written: str) -> None:
-        """A call whose keys have another order, or whose arguments are no object."""
+        """A call whose keys have another order."""
         try:
             call = json.loads(written, strict=False)
         except (ValueError, RecursionError):
@@ -201,13 +209,12 @@ def _name(written: str) -> str:
 def _arguments_in(written: str, call: dict[str, Any]) -> str:
     """The arguments of a whole call, as they were written."""
     for key in ("arguments", "parameters"):
-        begin = re.search(rf'"{key}"\s*:\s*(?=[\{{\[])', written)
-        if begin is not None and isinstance(call.get(key), dict | list):
+        begin = re.search(rf'"{key}"\s*:\s*(?=\S)', written)
+        if begin is not None and key in call:
             at, is_end = Value("").read(written, begin.end())
             if is_end:
                 return written[begin.end() : at]
-    given = call.get("parameters") or call.get("arguments", {})
-    return json.dumps(given, ensure_ascii=True)
+    return "{}"
 
 
 def value_end(text: str, begin: int) -> int | None:

@@ -18,6 +18,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from sgl_ext.engine.answers import call_formats
+from sgl_ext.engine.answers.held_schemas import BACKEND, checked_tools
 from sgl_ext.engine.arguments import in_effect
 from sgl_ext.engine.core.counters import counter
 from sgl_ext.engine.core.request_context import RequestContext, current
@@ -25,7 +26,6 @@ from sgl_ext.engine.sglang_http_types import FunctionCallParser, ServingChat
 from sgl_ext.engine.sglang_types import Original
 
 _FORMS = {"json_schema", "json_object"}
-_BACKEND = "xgrammar"
 
 
 @dataclass(slots=True)
@@ -38,6 +38,7 @@ class Calls:
     separates_thinking: SGLang leaves thinking out of grammars.
     allowed: the names of the tools that may be called; None: all.
     is_bound: no tool can be called that the choice excludes.
+    holds_schemas: a schema is held, or refused.
     or_answer: the grammar of the calls, for an answer of a schema or calls.
     """
 
@@ -47,6 +48,7 @@ class Calls:
     separates_thinking: bool
     allowed: frozenset[str] | None
     is_bound: bool = True
+    holds_schemas: bool = False
     or_answer: Any = field(default=None)
 
 
@@ -61,7 +63,8 @@ def hold_choice(
     if not request.tools:
         return original(serving, request, *args, **kw)
     name = serving.tool_call_parser
-    described = name in call_formats.STARTS and in_effect().grammar_backend == _BACKEND
+    holds_schemas = name is not None and in_effect().grammar_backend == BACKEND
+    described = name in call_formats.STARTS and holds_schemas
     calls = context.calls = Calls(
         name if described else None,
         context.keeps_tools,
@@ -69,6 +72,7 @@ def hold_choice(
         or getattr(request.response_format, "type", None) in _FORMS,
         bool(serving.reasoning_parser),
         context.allowed_tools,
+        holds_schemas=holds_schemas,
     )
     if calls.parser is None and calls.allowed is not None and calls.keeps_tools:
         _leave_out_tools(context, request, calls.allowed)
@@ -98,6 +102,10 @@ def constrain_calls(
         parser.tools = [tool for tool in tools if tool.function.name in names] or tools
     try:
         limits = calls is not None and calls.parser and (calls.has_schema or allowed is not None)
+        constrained = parser.structural_tag_tools() or []
+        is_bound = choice != "auto" or limits or any(tool.function.strict for tool in constrained)
+        if calls is not None and calls.holds_schemas and is_bound:
+            parser.tools = checked_tools(parser.tools, constrained)
         if calls is not None and limits and choice == "auto":
             thinks = thinking_mode and not calls.separates_thinking
             return _auto(calls, parser, one=not parallel_tool_calls, thinks=thinks)

@@ -53,6 +53,10 @@ class SchemaCache:
             self._valid.clear()
 
 
+SCHEMAS = SchemaCache()
+"""The schemas that this process has found valid."""
+
+
 class Message(dict[str, Any]):
     """A message as a dict that is quick to copy."""
 

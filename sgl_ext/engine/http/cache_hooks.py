@@ -3,7 +3,6 @@ looks for in a request's messages."""
 
 from array import array
 from collections.abc import Callable, Sequence
-from functools import partial
 from typing import Any
 
 from sgl_ext.engine.core.request_context import current
@@ -83,11 +82,13 @@ def dump_message(original: Original, message: Any, **options: Any) -> Message:
 
 
 def check_schema(original: Original, validator: Any, schema: Any, **options: Any) -> None:
-    """Around `Draft202012Validator.check_schema`: raises SchemaError as it does."""
-    if options:
+    """Around `Draft202012Validator.check_schema`, by which SGLang judges each tool of a request.
+
+    No tool is judged here: most are in no grammar, and their patterns are those of ECMA-262, not of
+    Python. `answers.held_schemas` judges those that are in one.
+    """
+    if current() is None:
         original(validator, schema, **options)
-    else:
-        installed().schemas.check(schema, partial(original, validator))
 
 
 def find_tools(original: Original, chat: ServingChat, request: Any) -> list[Any]:

@@ -10,7 +10,7 @@ from typing import Any
 from weakref import WeakKeyDictionary
 
 from sgl_ext.engine.host_cache.message_cache import MessageCache
-from sgl_ext.engine.host_cache.shortcuts import SchemaCache
+from sgl_ext.engine.host_cache.shortcuts import SCHEMAS
 from sgl_ext.engine.host_cache.token_cache import TokenCache, make_token_cache
 from sgl_ext.engine.host_cache.worth import Worth
 from sgl_ext.engine.http.event_broadcaster import EventBroadcaster
@@ -50,7 +50,7 @@ class HttpExtension:
         self.is_ending = False
         self.settings_number = 0
         self.degraded: tuple[str, ...] = ()
-        self.schemas = SchemaCache()
+        self.schemas = SCHEMAS
         self.chats: WeakKeyDictionary[ServingChat, TokenOffsets | None] = WeakKeyDictionary()
         self.templates: WeakKeyDictionary[ServingChat, TemplateModel | None] = WeakKeyDictionary()
         self.places: WeakKeyDictionary[ServingChat, Places] = WeakKeyDictionary()

@@ -163,3 +163,30 @@ def test_a_call_that_is_cut_off_is_no_whole_one(form: str) -> None:
             for name, arguments in calls:
                 expected = dict(CALLS)[name]
                 assert not is_object(arguments) or json.loads(arguments) == expected, end
+
+
+ODD_ARGUMENTS = [
+    '{"n": NaN, "of": [1e999, 1.50]}',
+    '"a text with \\" }</tool_call>"',
+    "-Infinity",
+    "null",
+    "[1, {}]",
+    '{"lines": "one\ntwo"}',
+]
+
+
+@pytest.mark.parametrize("form", ["hermes", "qwen25", "interns1"])
+@pytest.mark.parametrize("written", ODD_ARGUMENTS)
+@pytest.mark.parametrize(
+    "head", ['{"name": "look", "arguments": %s}', '{"arguments":%s, "name":"look"}']
+)
+@pytest.mark.parametrize("length", [1, 4, 1000])
+def test_arguments_are_the_characters_that_were_written(
+    form: str, written: str, head: str, length: int
+) -> None:
+    text = WRITE[form]("look", {}).replace('{"name": "look", "arguments": {}}', head % written)
+    text += "\nDone."
+    pieces = [text[at : at + length] for at in range(0, len(text), length)]
+    found = heard(form, pieces)
+    assert found[0] == ["look", written]
+    assert "".join(found[1:]).strip() == "Done."

@@ -71,10 +71,6 @@ CASES = {
             ("/v1/completions", '"prompt": "hi"'),
         )
     },
-    **{
-        f"arguments {text}": (CHAT, called(text), "arguments")
-        for text in ('"1e999"', '"[1e999]"', '"{"')
-    },
     "more levels than a parser takes": (CHAT, f'{{"model": {lists(100_000)}}}', "body"),
 }
 
@@ -143,8 +139,8 @@ def test_a_schema_without_a_grammar_is_refused_by_its_field_before_a_stream_begi
     )
     assert answer.status_code == 400, answer.text[-300:]
     error = error_of(path, answer)
-    wanted = f'{field}: no grammar can be made of it: Unsupported type "nonsense"'
-    assert error["message"] == wanted
+    wanted = f"{field}: JSON Schema at #/properties/a/type is wrong: 'nonsense' is not valid"
+    assert error["message"].startswith(wanted)
     assert error.get("param", field) == field
 
 
@@ -155,9 +151,14 @@ def test_the_text_of_an_error_ends_with_its_reason(node: Node, stream: bool) -> 
     assert error["message"].endswith("Provide at least one message.")
 
 
-@pytest.mark.parametrize("arguments", ['"{\\"a\\": 1e999}"', '"{\\"a\\": NaN}"'])
-def test_arguments_that_are_no_finite_number_are_answered(node: Node, arguments: str) -> None:
+@pytest.mark.parametrize(
+    "arguments",
+    ['"{\\"a\\": 1e999}"', '"{\\"a\\": NaN}"', '"1e999"', '"[1e999]"', '"{"', '""', "null"],
+)
+def test_arguments_that_are_no_finite_number_or_no_object_are_answered(
+    node: Node, arguments: str
+) -> None:
     headers = {"content-type": "application/json"}
     for url in (node.url, node.engines[0]):
         answer = requests.post(url + CHAT, data=called(arguments), headers=headers, timeout=60)
-        assert answer.status_code in (200, 400), answer.text
+        assert answer.status_code == 200, answer.text
