@@ -7,7 +7,8 @@ the two connections and never blocks:
                                                                               -> `ending`
 
 After the first byte a request is not replayed, and a cut stream ends in the protocol's error event.
-When the client disconnects, the connection to the worker is closed, and the engine aborts.
+When the client disconnects, the connection to the worker is closed, and the engine aborts. A stream
+waits for a moment before that, as its client may send the request again (`resends`).
 """
 
 import asyncio

@@ -1,0 +1,304 @@
+// Shows a state document: figures, charts and tables. It changes elements in place.
+
+import { Chart } from "./chart.js";
+import { Table, element, setText } from "./table.js";
+import { ago, clock, compact, count, percent, rate, seconds, span, UNKNOWN } from "./format.js";
+
+const byId = (id) => document.getElementById(id);
+
+const HASH_DIGITS = 8; // digits of a hash that tell it from others
+
+/** A bar of parts, each a class and a share of the whole. */
+function bar(cell, label, parts) {
+  let made = cell.querySelector(".bar");
+  if (!made) {
+    made = element("div", { class: "bar", role: "img" }, ...parts.map(([look]) => element("span", { class: look })));
+    cell.prepend(made);
+  }
+  if (made.getAttribute("aria-label") === label) return;
+  made.setAttribute("aria-label", label);
+  parts.forEach(([, share], at) => { made.children[at].style.inlineSize = `${(100 * share).toFixed(1)}%`; });
+}
+
+/** Text beside what else is in a cell. */
+function aside(cell, text, look = "beside") {
+  let made = cell.querySelector(`.${look}`);
+  if (!made) {
+    made = element("span", { class: look });
+    cell.append(made);
+  }
+  setText(made, text);
+}
+
+function shareCell(cell, share) {
+  if (share === null) {
+    setText(cell, UNKNOWN);
+    return;
+  }
+  if (!cell.querySelector(".bar")) cell.replaceChildren();
+  aside(cell, percent(share));
+  bar(cell, `${percent(share)} cached`, [["cached", share]]);
+}
+
+function stateCell(cell, engine) {
+  let pill = cell.querySelector(".pill");
+  if (!pill) {
+    pill = element("span", { class: "pill" });
+    cell.append(pill);
+  }
+  pill.dataset.state = engine.state;
+  setText(pill, engine.state);
+  const starting = engine.state === "starting";
+  aside(cell, (starting ? engine.stage : engine.fault ?? engine.note) ?? "", "note");
+  let progress = cell.querySelector("progress");
+  const known = starting && engine.progress !== null;
+  if (known && !progress) {
+    progress = element("progress", { max: 1, "aria-label": `${engine.id}: loaded` });
+    cell.append(progress);
+  }
+  if (known) progress.value = engine.progress;
+  else progress?.remove();
+}
+
+/** In a narrow window, also how many wait. */
+function runningCell(cell, { running, waiting }) {
+  if (!cell.firstChild) cell.append(element("span"), element("span", { class: "note narrow" }));
+  setText(cell.children[0], count(running));
+  setText(cell.children[1], waiting ? `+ ${count(waiting)} wait` : "");
+}
+
+function memoryCell(cell, { kv }) {
+  if (!kv) {
+    setText(cell, UNKNOWN);
+    return;
+  }
+  if (!cell.querySelector(".bar")) cell.replaceChildren();
+  const { total_tokens: total, free_tokens: free } = kv;
+  const pinned = Math.min(kv.pinned_tokens, total);
+  // Requests may run on what is pinned.
+  const used = Math.max(kv.used_tokens - pinned, 0);
+  aside(cell, `${compact(total - free)} of ${compact(total)}`);
+  const label = `${compact(pinned)} tokens pinned, ${compact(used)} in use, ${compact(free)} free, of ${compact(total)}`;
+  bar(cell, label, [["pinned", pinned / total], ["used", used / total]]);
+  cell.title = label;
+}
+
+/** A name, of any length: two lines of it, and the rest where the pointer rests. */
+const name = (of, shorten = (text) => text) => (cell, item) => {
+  const text = of(item) || UNKNOWN;
+  if (!cell.firstChild) cell.append(element("span", { class: "clip" }));
+  setText(cell.firstChild, shorten(text));
+  if (cell.title !== text) cell.title = text;
+};
+
+/** What engines' names have in common is left out. */
+let home = "";
+const agentName = ({ harness, agent, class: requestClass }) => [harness, agent ?? requestClass].filter(Boolean).join(" ");
+const engineName = (id) => id.replace(/^https?:\/\//, "").replace(home, "");
+
+/** The node's part of its engines' names, "" if they are on several. */
+function homeOf(engines) {
+  const homes = new Set(engines.map(({ id }) => id.match(/@[^@]+$/)?.[0] ?? ""));
+  return homes.size === 1 ? [...homes][0] : "";
+}
+
+const perSecond = (figure, unit) => (figure === UNKNOWN ? figure : `${figure} ${unit}`);
+
+/** An id of which the first digits are enough. */
+function shortId(cell, id) {
+  if (cell.title === id) return;
+  cell.title = id;
+  // A sub-agent's id stands behind that of its session.
+  const short = id.split("/", 2).map((part) => part.slice(0, HASH_DIGITS)).join("/");
+  cell.replaceChildren(element("code", {}, short));
+}
+
+const charts = [
+  new Chart({
+    title: "Hit rate", unit: "of prompt tokens", format: percent, most: 1,
+    series: [{ name: "Hit rate", look: "one", of: (history) => history.hit_rate }],
+  }),
+  new Chart({
+    title: "TTFT", unit: "time to first token", format: seconds, least: 0.1,
+    series: [
+      { name: "p50", look: "one", of: (history) => history.ttft_p50_s },
+      { name: "p99", look: "two", of: (history) => history.ttft_p99_s },
+    ],
+  }),
+  new Chart({
+    title: "Requests", unit: "per second", format: rate, least: 1,
+    series: [{ name: "Requests", look: "one", of: (history) => history.requests_per_s }],
+  }),
+  new Chart({
+    title: "Output tokens", unit: "per second", format: compact, least: 10,
+    series: [{ name: "Output tokens", look: "one", of: (history) => history.output_tokens_per_s }],
+  }),
+];
+
+/** The page's view. deletePin: called with a pin and its button. */
+export class View {
+  constructor(deletePin) {
+    byId("charts").replaceChildren(...charts.map(({ node }) => node));
+    this.engines = new Table(byId("engines"), {
+      label: "engines-title", key: ({ id }) => id, empty: "No engine is known yet.",
+      columns: [
+        { head: "Engine", isHead: true, kind: "name", show: name(({ id }) => id, engineName) },
+        { head: "State", kind: "state", show: stateCell },
+        { head: "Running", kind: "number", show: runningCell },
+        { head: "Waiting", kind: "number extra", text: ({ waiting }) => count(waiting) },
+        { head: "KV memory", kind: "meter", show: memoryCell },
+        { head: "Hit rate", kind: "meter share", show: (cell, { hit_rate: share }) => shareCell(cell, share) },
+      ],
+    });
+    this.programs = new Table(byId("programs"), {
+      label: "programs-title", key: ({ tenant, session }) => `${tenant}\n${session}`,
+      empty: "No coding agent that names its session sent a request in the last hour.",
+      columns: [
+        { head: "Program", isHead: true, show: (cell, { session }) => shortId(cell, session) },
+        { head: "Tenant", kind: "name extra", show: name(({ tenant }) => tenant) },
+        { head: "Harness", kind: "name", show: name(({ harness }) => harness) },
+        { head: "Agents", kind: "number", text: ({ agents }) => count(agents) },
+        { head: "Sub-agents", kind: "number extra", text: ({ subagents }) => count(subagents) },
+        { head: "Turns", kind: "number", text: ({ turns }) => count(turns) },
+        { head: "Prompts", kind: "number extra", text: ({ prompt_tokens: tokens }) => compact(tokens) },
+        { head: "Engines", kind: "number extra", text: ({ engines }) => count(engines) },
+        { head: "Cached", kind: "meter share", show: (cell, { cached_share: share }) => shareCell(cell, share) },
+        { head: "Last", kind: "number extra", text: ({ last_s: last }) => ago(this.now_s - last) },
+      ],
+    });
+    this.sessions = new Table(byId("sessions"), {
+      label: "sessions-title", key: ({ tenant, id }) => `${tenant}\n${id}`,
+      empty: "No session sent a request in the last hour.",
+      columns: [
+        { head: "Session", isHead: true, show: (cell, { id }) => shortId(cell, id) },
+        { head: "Tenant", kind: "name", show: name(({ tenant }) => tenant) },
+        { head: "Agent", kind: "name extra", show: name(agentName) },
+        { head: "Engine", kind: "name extra", show: name(({ engine }) => engine, engineName) },
+        { head: "Turns", kind: "number", text: ({ turns }) => count(turns) },
+        { head: "Prompt", kind: "number", text: ({ prompt_tokens: tokens }) => compact(tokens) },
+        { head: "Cached", kind: "meter share", show: (cell, { cached_share: share }) => shareCell(cell, share) },
+        { head: "Last", kind: "number extra", text: ({ last_s: last }) => ago(this.now_s - last) },
+      ],
+    });
+    this.pins = new Table(byId("pins"), {
+      label: "pins-title", key: ({ prefix, worker }) => `${worker} ${prefix}`, empty: "Nothing is pinned.",
+      columns: [
+        { head: "Prefix", isHead: true, show: (cell, { prefix }) => shortId(cell, prefix) },
+        { head: "Owner", kind: "name", show: name(({ owner, session }) => owner || session) },
+        { head: "Engine", kind: "name extra", show: name(({ worker }) => worker, engineName) },
+        { head: "Tier", kind: "extra", text: ({ tier }) => tier ?? "device" },
+        { head: "Tokens", kind: "number", text: ({ tokens }) => compact(tokens) },
+        { head: "Reads", kind: "number extra", text: ({ hits }) => count(hits) },
+        { head: "Time left", kind: "number", text: ({ left_s: left }) => span(left) },
+        { head: "Delete", hidden: true, kind: "action", show: (cell, pin) => this.deleteCell(cell, pin, deletePin) },
+      ],
+    });
+    this.divergences = new Table(byId("divergences"), {
+      label: "divergences-title", empty: "No prompt diverges from earlier ones.",
+      key: ({ harness, model, where, kind, scope, part }) => [harness, model, where, kind, scope, part].join("\n"),
+      columns: [
+        { head: "Where", isHead: true, kind: "name", show: whereCell },
+        { head: "What changes", kind: "text", show: changeCell },
+        { head: "Between", kind: "extra", text: ({ scope }) => ({ session: "turns", fleet: "sessions" })[scope] ?? scope },
+        { head: "Times", kind: "number extra", text: ({ times }) => count(times) },
+        { head: "Tokens lost", kind: "number", text: ({ tokens, estimated }) => (estimated ? "~" : "") + compact(tokens) },
+        { head: "Share", kind: "number extra", text: ({ share }) => percent(share) },
+      ],
+    });
+    this.tenants = new Table(byId("tenants"), {
+      label: "tenants-title", key: ({ name }) => name, empty: "No tenant sent a request yet.",
+      columns: [
+        { head: "Tenant", isHead: true, kind: "name", show: name(({ name: tenant }) => tenant || "(none)") },
+        { head: "Requests", kind: "number", text: ({ requests }) => compact(requests) },
+        { head: "Prompt tokens", kind: "number extra", text: ({ prompt_tokens: tokens }) => compact(tokens) },
+        { head: "Cached", kind: "meter share", show: (cell, { cached_share: share }) => shareCell(cell, share) },
+        { head: "Limits, per min", kind: "number", text: ({ limits }) => limitsText(limits) },
+      ],
+    });
+    this.queue = new Table(byId("queue"), {
+      label: "queue-title", key: ({ priority }) => priority, empty: "No request waits.",
+      columns: [
+        { head: "Priority", isHead: true, kind: "number", text: ({ priority }) => String(priority).replace("-", "−") },
+        { head: "Waiting", kind: "number", text: ({ waiting }) => count(waiting) },
+      ],
+    });
+  }
+
+  show(state) {
+    for (const [id, total] of Object.entries({ engines: state.engines.length, ...state.counts })) {
+      setText(byId(`${id}-count`), total ? count(total) : "");
+    }
+    const { node, history, queue, counts, recent } = state;
+    this.now_s = node.now_s;
+    home = homeOf(state.engines);
+    setText(byId("model"), node.model ?? "");
+    document.title = `${node.model ? `${node.model} – ` : ""}sgl-ext`;
+    const status = byId("node");
+    status.hidden = false;
+    status.dataset.state = node.status === "ok" ? "ready" : node.status === "draining" ? "draining"
+      : state.engines.some((engine) => engine.state === "starting") ? "starting" : "unreachable";
+    setText(status, node.status === "ok" ? "serving" : node.status);
+    setText(byId("now-hit"), percent(recent.hit_rate));
+    setText(byId("now-ttft"), seconds(recent.ttft_p50_s));
+    setText(byId("now-ttft99"), `median; p99 ${seconds(recent.ttft_p99_s)}`);
+    setText(byId("now-requests"), perSecond(rate(recent.requests_per_s), "/s"));
+    setText(byId("now-flight"), `${count(node.in_flight)} in flight`);
+    setText(byId("now-output"), perSecond(compact(recent.output_tokens_per_s), "tok/s"));
+    setText(byId("now-queue"), count(queue.waiting));
+    setText(byId("now-limit"), `waiting, of ${count(queue.limit)} at most`);
+    const ready = state.engines.filter((engine) => engine.state === "ready").length;
+    setText(byId("now-engines"), `${ready} of ${state.engines.length}`);
+    setText(byId("now-uptime"), `ready; up ${span(node.now_s - node.started_s)}`);
+    for (const chart of charts) chart.show(history);
+    this.engines.show(state.engines, state.engines.length);
+    this.programs.show(state.programs, counts.programs);
+    this.sessions.show(state.sessions, counts.sessions);
+    this.pins.show(state.pins, counts.pins);
+    const found = state.divergences;
+    this.divergences.show(found ?? [], counts.divergences ?? 0,
+      found ? "No prompt diverges from earlier ones." : "Prompts are not compared. Start with --diagnose, or with --request-log FILE.");
+    this.tenants.show(state.tenants, counts.tenants);
+    this.queue.show(queue.by_priority, queue.by_priority.length);
+    const { sgl_ext: ours, commit, sglang } = state.version;
+    setText(byId("version"), `sgl-ext ${ours}${commit ? ` (${commit})` : ""}${sglang ? `, SGLang ${sglang}` : ""}`);
+    this.shown_s = node.now_s;
+  }
+
+  /** When the figures are from, for a reader whom the connection has left. */
+  get shownAt() {
+    return this.shown_s === undefined ? null : clock(this.shown_s);
+  }
+
+  deleteCell(cell, pin, deletePin) {
+    let button = cell.querySelector("button");
+    if (!button) {
+      button = element("button", { type: "button", class: "quiet" }, "Delete");
+      button.setAttribute("aria-label", `Delete the pin ${pin.prefix.slice(0, HASH_DIGITS)} on ${pin.worker}`);
+      button.addEventListener("click", () => deletePin(button.pin));
+      cell.append(button);
+    }
+    button.pin = pin;
+  }
+}
+
+function whereCell(cell, { where, harness, model }) {
+  if (!cell.firstChild) cell.append(element("code"), element("span", { class: "note" }));
+  setText(cell.children[0], where);
+  setText(cell.children[1], [harness, model].filter(Boolean).join(", "));
+}
+
+function changeCell(cell, { kind, means, advice, versions }) {
+  if (!cell.firstChild) cell.append(element("span"), element("span", { class: "note" }));
+  const sent = versions?.length ? ` (version ${versions.join(", ")})` : "";
+  setText(cell.children[0], (means ?? kind) + sent);
+  setText(cell.children[1], advice ? `Do: ${advice}.` : "");
+}
+
+function limitsText(limits) {
+  if (!limits) return UNKNOWN;
+  const { requests_per_minute: requests, tokens_per_minute: tokens } = limits;
+  const told = [];
+  if (requests !== null) told.push(`${compact(requests)} req`);
+  if (tokens !== null) told.push(`${compact(tokens)} tok`);
+  return told.join(", ") || "none";
+}
