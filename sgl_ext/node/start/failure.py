@@ -1,13 +1,14 @@
 """Why a process ended, from its log: the exception with its cause, and not the log's last page.
 
 An engine is several processes. When one fails, the others end with exceptions that only say so;
-those count if there is no other.
+those count if there is no other. An engine that serves logs exceptions of requests, too. One after
+which it went on to serve ended nothing.
 """
 
 import re
 import signal
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 if TYPE_CHECKING:
     from sgl_ext.node.child import Child
@@ -23,6 +24,13 @@ _FOLLOWS = re.compile(
     r"|subprocess\w* (died|exited|crashed)|process_group|leaked",
     re.IGNORECASE,
 )
+# What a process logs of its own end, and what one logs that serves.
+_FATAL = re.compile(r"hit an exception")
+_SERVES = re.compile(
+    r"Prefill batch|Decode batch|The server is fired up|HTTP/1\.[01]\" [1-4]\d\d\b"
+)
+# The server's log has it without a traceback. What fails afterwards waits for that server.
+_NO_ADDRESS = re.compile(r"\[Errno (?:98|48)\].*")
 _OURS = "sgl-ext: "
 _SAID = re.compile(r"(sgl-ext[\w -]*: |sglang serve: error: |usage: |\w*Error: )")
 _HINTS = (
@@ -49,6 +57,10 @@ _HINTS = (
         re.compile(r"No space left on device"),
         "make room on the disk that holds logs, store, model cache or /dev/shm",
     ),
+    (
+        re.compile(r"\[Errno (98|48)\]|address already in use", re.IGNORECASE),
+        "another process took the port meanwhile (`ss -ltnp` names it): start again, or set it",
+    ),
 )
 _MOST_LINES = 8
 _LONGEST = 400
@@ -66,20 +78,25 @@ def reason_of(child: "Child") -> str:
 
 def failure(lines: Sequence[str], exit_code: int | None = None) -> list[str]:
     """The lines of a log that say why its process failed, and a hint where the cause is known."""
-    found = _exceptions(lines)
+    served = max((at for at, line in enumerate(lines) if _SERVES.search(line)), default=-1)
+    # An exception before that was one of a request.
+    found = [each.said for each in _exceptions(lines) if each.is_fatal or each.at > served]
     causes = [each for each in found if not _FOLLOWS.search(" ".join(each))]
+    taken = [match[0] for line in lines[served + 1 :] if (match := _NO_ADDRESS.search(line))]
     ours = [line for line in lines if line.startswith(_OURS)]
-    if causes:
+    if taken and exit_code != -signal.SIGKILL:
+        shown = taken[-1:]
+    elif causes:
         shown = causes[-1]
     elif ours:  # why it ends without an exception; several ranks may say the same
         shown = [*dict.fromkeys(ours)][-_MOST_LINES:]
     elif found:
         shown = found[-1]
     else:
-        said = [at for at, line in enumerate(lines) if _SAID.match(line)]
+        said = [at for at, line in enumerate(lines) if at > served and _SAID.match(line)]
         shown = [*lines[said[-1] :][:_MOST_LINES]] if said else [*lines[-_LAST_LINES:]]
     # An engine with an exception kills itself.
-    if not causes and exit_code is not None and exit_code < 0:
+    if not causes and not taken and exit_code is not None and exit_code < 0:
         name = signal.Signals(-exit_code).name
         why = ": the system does so when memory runs out (dmesg)" if name == "SIGKILL" else ""
         shown = [*shown, f"It was ended by {name}{why}."]
@@ -88,9 +105,17 @@ def failure(lines: Sequence[str], exit_code: int | None = None) -> list[str]:
     return [*shown, *(f"Hint: {hint}." for pattern, hint in _HINTS if pattern.search(text))]
 
 
-def _exceptions(lines: Sequence[str]) -> list[list[str]]:
+class _Exception(NamedTuple):
+    """What a traceback ends with. at: the line behind it. is_fatal: its process says so."""
+
+    said: list[str]
+    at: int
+    is_fatal: bool
+
+
+def _exceptions(lines: Sequence[str]) -> list[_Exception]:
     """What each traceback ends with, those of a chain as one: the last, then what caused it."""
-    found: list[list[str]] = []
+    found: list[_Exception] = []
     is_cause = False
     at = 0
     while at < len(lines):
@@ -99,11 +124,14 @@ def _exceptions(lines: Sequence[str]) -> list[list[str]]:
         at += 1
         if _TRACE not in line:
             continue
+        is_fatal = bool(_FATAL.search(line))
         end, at = _end_of_traceback(lines, at)
         if end and is_cause and found:
-            found[-1] = [*end, *(f"caused by {one}" for one in found[-1][:1])]
+            first = found[-1]
+            said = [*end, *(f"caused by {one}" for one in first.said[:1])]
+            found[-1] = _Exception(said, at, first.is_fatal or is_fatal)
         elif end:
-            found.append(end)
+            found.append(_Exception(end, at, is_fatal))
         is_cause = False
     return found
 

@@ -99,3 +99,59 @@ Traceback (most recent call last):
 ValueError: Not enough host memory available. Requesting 200.00 GB but only have 61.00 GB free.
 """.splitlines()
     assert failure(lines, 1)[-1].startswith("Hint: lower hicache-size or hicache-ratio")
+
+
+TAKEN = """\
+[2026-01-02 03:04:05] Load weight end.
+[2026-01-02 03:04:06] [Errno 98] error while attempting to bind on address ('::1', 31001): in use
+Traceback (most recent call last):
+  File "http_server.py", line 9, in _freeze_gc_after_server_warmup
+    requests.post(url + "/freeze_gc", timeout=10)
+requests.exceptions.ReadTimeout: HTTPConnectionPool(host='127.0.0.1', port=31001): Read timed out.
+""".splitlines()
+
+
+def test_a_port_that_is_taken_is_the_cause_and_not_what_waits_for_the_server() -> None:
+    for exit_code in (1, 3, None):
+        shown = failure(TAKEN, exit_code)
+        assert shown[0].startswith("[Errno 98] error while attempting to bind on address")
+        assert shown[1].startswith("Hint: another process took the port meanwhile")
+        assert not any("freeze_gc" in line or "Timeout" in line for line in shown)
+
+
+def test_a_port_of_a_socket_is_named_too() -> None:
+    lines = """\
+Traceback (most recent call last):
+  File "socket.py", line 1, in bind
+OSError: [Errno 98] Address already in use
+[2026-01-02 03:04:06] Received sigquit from a child process.
+""".splitlines()
+    assert failure(lines, 1)[0] == "[Errno 98] Address already in use"
+
+
+REQUEST = """\
+[2026-01-02 03:04:05] The server is fired up and ready to roll!
+[2026-01-02 03:04:06] Error in preprocessing prompt inputs: Traceback (most recent call last):
+  File "serving.py", line 1, in create
+ValueError: a body of some client
+[2026-01-02 03:04:07] Prefill batch, #new-seq: 1
+[2026-01-02 03:04:08] INFO:     127.0.0.1:4 - "POST /v1/messages HTTP/1.1" 200 OK
+""".splitlines()
+KILLED = "It was ended by SIGKILL: the system does so when memory runs out (dmesg)."
+
+
+def test_an_older_request_s_exception_is_not_why_an_engine_was_killed() -> None:
+    shown = failure(REQUEST, -9)
+    assert shown[-1] == KILLED
+    assert shown[:-1] == REQUEST[-5:], "the last lines of its log"
+    assert not failure(REQUEST[:-2], -9)[-1].startswith("It was ended")
+
+
+def test_a_scheduler_s_own_exception_counts_although_others_still_answer() -> None:
+    lines = [*REQUEST, *SCHEDULER[1:5], '[2026-01-02 03:04:09] "GET /ready HTTP/1.1" 200 OK']
+    assert failure(lines, -9)[0].startswith("torch.OutOfMemoryError")
+
+
+def test_of_an_engine_whose_process_was_killed_what_the_others_say_is_shown() -> None:
+    lines = [*REQUEST, *SCHEDULER[7:]]
+    assert failure(lines, 1)[0].startswith("RuntimeError: Rank 0 scheduler died")
