@@ -88,6 +88,7 @@ class _Server:
             router=nothing,
             rate_limits=nothing,
             admission_queue=nothing,
+            trials=nothing,
             metrics=nothing,
             sampled_log=nothing,
             span_export=None,

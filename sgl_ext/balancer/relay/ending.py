@@ -92,7 +92,8 @@ class Ending(Delivery):
         """The worker or the client ended the response before it was complete."""
         self._settle(cost)
         self._stage = ENDED
-        self._services.heartbeats.end(self)
+        if self._preparation.beat:
+            self._services.heartbeats.end(self)
         self._release(by_worker=by_worker)
         if self._is_left:
             self._forget_copy()
