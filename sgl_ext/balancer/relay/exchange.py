@@ -220,7 +220,7 @@ class Exchange(Ending):
     def response_head(self, head: ResponseHead) -> None:
         """Takes the response's head."""
         lines = head.lines + self._named_lines()
-        if head.streams:
+        if head.streams and self._head.route is not None:
             lines += stream_lines(head.lines)
         self._response = Response(head, lines, sums_items=self._preparation.sums_items)
 
