@@ -154,3 +154,13 @@ def test_a_pattern_that_is_not_held(pattern: str) -> None:
 )
 def test_a_schema_is_judged_by_its_draft(schema: Any, is_one: bool) -> None:
     assert (is_wrong(schema) is None) is is_one
+
+
+def test_a_long_chain_of_references_has_an_end() -> None:
+    length = 5_000
+    for order in (range(length), range(length - 1, -1, -1)):
+        links = {f"d{n}": {"$ref": f"#/$defs/d{n + 1}"} for n in order}
+        chain = {"$ref": "#/$defs/d0", "$defs": links | {f"d{length}": {"type": "string"}}}
+        assert unheld(chain) is None
+        links[f"d{length}"] = {"$ref": "#/$defs/d0"}
+        assert "without an end" in (unheld({"$ref": "#/$defs/d0", "$defs": links}) or "")
