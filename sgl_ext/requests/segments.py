@@ -101,6 +101,29 @@ def read_chain(protocol: Protocol, body: Any, *, salt: bytes = b"") -> Chain:
     )
 
 
+def read_batch(protocol: Protocol, body: Any, *, salt: bytes = b"") -> tuple[Chain, ...]:
+    """The chains of the prompts of a batch, in its order: each that of a request with this prompt
+    alone. () for a request with one prompt. Never raises."""
+    if not protocol.generates or not isinstance(body, dict):
+        return ()
+    for part, field in protocol.prompt:
+        prompts: Any = body.get(field)
+        if part is Part.TEXT and _is_batch(prompts):
+            return tuple(
+                read_chain(protocol, {**body, field: [each]}, salt=salt) for each in prompts
+            )
+    return ()
+
+
+def longest_of(chains: Sequence[Chain]) -> Chain:
+    """The chain of the longest prompt of a batch, which begins with what all of them share."""
+    return max(chains, key=lambda each: (*each.ends[-1:], *each.hashes[-1:]), default=Chain())
+
+
+def _is_batch(prompts: Any) -> bool:
+    return isinstance(prompts, list) and len(prompts) > 1 and isinstance(prompts[0], str | list)
+
+
 class _Writer:
     """Feeds canonical text to one running hash and records the hash at every segment's end."""
 

@@ -28,10 +28,10 @@ def body(*texts: str, system: str = HARNESS) -> dict[str, Any]:
     return {"model": "m", "messages": [{"role": "system", "content": system}, *turns]}
 
 
-def event(seq: int, request: dict[str, Any] | None = None, **more: Any) -> bytes:
+def event(seq: int, request: dict[str, Any] | None = None, path: str = CHAT, **more: Any) -> bytes:
     """A line of an engine's events: it holds all of a request."""
     stored, parent = [], None
-    for segment in read_chain(of_path(CHAT), request or {}).hashes:
+    for segment in read_chain(of_path(path), request or {}).hashes:
         stored.append([f"{segment:032x}", parent, 5000])
         parent = f"{segment:032x}"
     if "snapshot" in more:
@@ -125,6 +125,32 @@ async def test_a_request_goes_where_an_engine_says_it_holds_the_prefix(start: St
     await until_held(client, holder, body("Hello"), 5000)
     for number in range(4):
         assert await served_by(client, body("Hello", "Hi.", f"Go {number}")) == "holder"
+
+
+@pytest.mark.parametrize("shared", [5000, 1500])
+async def test_a_batch_goes_where_most_of_its_longest_prompt_is(start: Start, shared: int) -> None:
+    path, prompt = "/v1/completions", "a" * 5000
+    held = event(
+        1, {"model": "m", "prompt": prompt[:shared] + "b"}, path, snapshot=True, cleared=True
+    )
+    quiet, holder = telling("quiet", [snapshot()]), telling("holder", [held])
+    client = await start(quiet, holder)
+    batch = {"model": "m", "prompt": [prompt[:40], prompt, prompt[:900]]}
+
+    async def found() -> dict[str, Any]:
+        answer = await client.post(f"/sgl_ext/explain{path}", json=batch)
+        document: dict[str, Any] = await answer.json()
+        return document
+
+    async def is_held() -> bool:
+        rows = {row["name"]: row["held_tokens"] for row in (await found())["workers"]}
+        return rows.get(holder.url, 0) > 0
+
+    await until(is_held)
+    assert (await found())["segments"] > 0
+    for _ in range(4):
+        answer = await client.post(path, json=batch)
+        assert (answer.status, (await answer.json())["engine"]) == (200, "holder")
 
 
 async def test_an_eviction_is_followed(start: Start) -> None:

@@ -16,6 +16,8 @@ from sgl_ext.protocols.registry import of_path
 from sgl_ext.requests.segments import (
     CUT_BYTES,
     Chain,
+    longest_of,
+    read_batch,
     read_chain,
     with_sorted_schemas,
     with_sorted_tools,
@@ -340,3 +342,19 @@ def test_no_body_makes_the_reader_raise(value: Any, path: str) -> None:
 
 def test_a_path_that_generates_nothing_has_no_chain() -> None:
     assert chain(BODY, "/v1/messages/count_tokens") == Chain()
+
+
+def test_a_batch_has_the_chains_of_its_prompts() -> None:
+    completions, generate = of_path("/v1/completions"), of_path("/generate")
+    texts = ["a" * 5000, "a" * 3000 + "b" * 9000, "c"]
+    found = read_batch(completions, {"model": "m", "prompt": texts})
+    assert found == tuple(chain({"model": "m", "prompt": t}, "/v1/completions") for t in texts)
+    assert longest_of(found) == found[1]
+    assert found[0].hashes[:2] == longest_of(found).hashes[:2], "what the prompts share"
+    assert longest_of(found[::-1]) == found[1]
+    ids = [[1, 2], [3]]
+    assert read_batch(generate, {"input_ids": ids}) == tuple(
+        chain({"input_ids": each}, "/generate") for each in ids
+    )
+    assert (read_batch(generate, {"text": ["a"]}), longest_of(())) == ((), Chain())
+    assert read_batch(of_path("/v1/chat/completions"), BODY) == ()

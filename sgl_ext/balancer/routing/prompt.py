@@ -8,14 +8,20 @@ import msgspec
 from sgl_ext.requests.default_hints import NO_DEFAULTS, DefaultHints
 from sgl_ext.requests.priority import Importance, read_importance
 from sgl_ext.requests.protocol import Protocol
-from sgl_ext.requests.segments import Chain, read_chain, with_sorted_tools
+from sgl_ext.requests.segments import (
+    Chain,
+    longest_of,
+    read_batch,
+    read_chain,
+    with_sorted_tools,
+)
 from sgl_ext.requests.session import salt_of, session_key, stated_name
 
 
 class Prompt(msgspec.Struct, frozen=True, gc=False):
     """session: of `session_key`. stated: of `stated_name`.
     prefix: breaks ties; equal for requests that share a beginning.
-    size_bytes: of the canonical text; of the body if there is none.
+    size_bytes: of the canonical text; of the body for a batch, or if there is no such text.
     """
 
     chain: Chain
@@ -42,13 +48,18 @@ def read_prompt(
     defaults: hints that count where the request gives none.
     """
     document = with_sorted_tools(body) if sort_tools else body
-    chain = read_chain(protocol, document, salt=salt_of(headers))
+    salt = salt_of(headers)
+    chain = read_chain(protocol, document, salt=salt)
+    if chain.hashes:
+        size_bytes = chain.ends[-1]
+    else:  # a batch computes all of its prompts, and goes where most of the longest is
+        chain = longest_of(read_batch(protocol, document, salt=salt))
     session = session_key(headers, body, chain)
     return Prompt(
         chain,
         session,
         chain.hashes[0] if chain.hashes else session or 0,
-        chain.ends[-1] if chain.ends else size_bytes,
+        size_bytes,
         # Malformed hints are left to the engine, which rejects them.
         read_importance(headers, body, ceiling, defaults),
         stated_name(headers, body),

@@ -16,6 +16,7 @@ from sgl_ext.engine.core.folder import engine_name
 from sgl_ext.engine.core.request_context import RequestContext, conversation_name
 from sgl_ext.engine.core.slices import digest
 from sgl_ext.engine.sglang_http_types import GenerateReqInput, KvHintAction, KvHintsEnvelope
+from sgl_ext.requests.segments import Chain
 
 _ACTION = "sgl_ext.hints"
 _HASH_BYTES = 16
@@ -51,9 +52,10 @@ class Hints(NamedTuple):
 
 
 def attach(request: GenerateReqInput, context: RequestContext) -> None:
-    """Adds the hints of `context` to the actions of SGLang's request.
+    """Adds the hints of `context` to the actions of SGLang's request, in a batch to those of each
+    prompt.
 
-    A batch, whose prompts have one envelope each, and malformed hints, which SGLang rejects, stay
+    A batch whose prompts have one envelope each, and malformed hints, which SGLang rejects, stay
     as they are.
     """
     own = request.kv_hints
@@ -63,18 +65,32 @@ def attach(request: GenerateReqInput, context: RequestContext) -> None:
         envelope = sglang_api.decode_kv_hints_envelope(own) if own else None
     except ValueError:
         return
-    request.kv_hints = sglang_api.KvHintsEnvelope(
+    if context.batch and _prompts_of(request) == len(context.batch):
+        request.kv_hints = [_with(envelope, context, chain) for chain in context.batch]
+    else:
+        request.kv_hints = _with(envelope, context, context.chain)
+
+
+def _prompts_of(request: GenerateReqInput) -> int:
+    prompts = request.text if request.text is not None else request.input_ids
+    return len(prompts) if isinstance(prompts, list) else 1
+
+
+def _with(
+    envelope: KvHintsEnvelope | None, context: RequestContext, chain: Chain
+) -> KvHintsEnvelope:
+    return sglang_api.KvHintsEnvelope(
         protocol_version=envelope.protocol_version if envelope else "1",
         message_id=envelope.message_id if envelope else "",
-        actions=[*(envelope.actions if envelope else ()), _encode(context)],
+        actions=[*(envelope.actions if envelope else ()), _encode(context, chain)],
     )
 
 
-def _encode(context: RequestContext) -> KvHintAction:
+def _encode(context: RequestContext, chain: Chain) -> KvHintAction:
     conversation = conversation_name(context)
     hints = Hints(
-        hashes=context.chain.hashes,
-        ends=context.chain.ends,
+        hashes=chain.hashes,
+        ends=chain.ends,
         pins=context.pins,
         owner=context.owner,
         session=context.session,

@@ -39,6 +39,7 @@ class RequestContext:
     """One HTTP request: what its client sent, and what the extension found out since.
 
     body: as the client sent it, without stripped headers. SGLang gets a translated one.
+    batch: the chains of its prompts if it has several; `chain` is empty then.
     pins: for each prefix to pin, its length in tokens and its TTL in seconds, ascending.
         Complete once the prompt is rendered.
     owner: the tenant that pins are charged to. session: the name that the client gave.
@@ -120,6 +121,7 @@ class RequestContext:
     renderings: list[str] | None = None
     encoded_text: str | None = None
     dry_run: "DryRun | None" = None
+    batch: tuple[Chain, ...] = ()
     keeps_tools: bool = False
     allowed_tools: frozenset[str] | None = None
     calls: Any = None

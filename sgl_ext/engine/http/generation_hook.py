@@ -50,7 +50,8 @@ def send_hints(
     # The prompt of an SGLang session is longer than what the body says.
     if not hasattr(request, "kv_hints") or request.session_params is not None:
         return
-    has_hints = context.chain.hashes or context.pins or context.owner or context.queued_s
+    has_chain = bool(context.chain.hashes or context.batch)
+    has_hints = has_chain or context.pins or context.owner or context.queued_s
     if context.are_hints_sent or not (has_hints or context.is_demoted):
         return
     context.are_hints_sent = True

@@ -28,7 +28,13 @@ from sgl_ext.requests.cache_marks import Marks, read_marks
 from sgl_ext.requests.client_facts import read_client
 from sgl_ext.requests.default_hints import NO_DEFAULTS, DefaultHints, read_written
 from sgl_ext.requests.priority import read_importance
-from sgl_ext.requests.segments import Chain, read_chain, with_sorted_schemas, with_sorted_tools
+from sgl_ext.requests.segments import (
+    Chain,
+    read_batch,
+    read_chain,
+    with_sorted_schemas,
+    with_sorted_tools,
+)
 from sgl_ext.requests.session import (
     BOOTSTRAP_HEADER,
     GROUP_HEADER,
@@ -122,10 +128,11 @@ def _read_context(extension: HttpExtension, request: Any, path: str, body: Any) 
         field = _FIELD.match(error)
         param = None if field is None else field[0]
         raise HTTPException(HTTPStatus.BAD_REQUEST, {"message": error, "param": param})
-    chain = read_chain(protocol, body, salt=salt_of(headers))
-    if len(chain.hashes) > MAX_SEGMENTS:
+    salt = salt_of(headers)
+    chain, batch = read_chain(protocol, body, salt=salt), read_batch(protocol, body, salt=salt)
+    if len(chain.hashes) + sum(len(each.hashes) for each in batch) > MAX_SEGMENTS:
         counter("long_chains_ignored").inc()
-        chain = Chain()
+        chain, batch = Chain(), ()
     return RequestContext(
         path,
         body,
@@ -146,6 +153,7 @@ def _read_context(extension: HttpExtension, request: Any, path: str, body: Any) 
         pins=((WHOLE_PROMPT, marks.whole_ttl_s),) if marks.whole_ttl_s else (),
         conversation=session_key(headers, body, chain),
         dry_run=current_dry_run(),
+        batch=batch,
     )
 
 

@@ -247,9 +247,37 @@ def test_a_stripped_header_is_in_no_segment(engine: Engine, watch: Watch) -> Non
     until(lambda: chain_of("/v1/messages", plain)[-1] in watch.held)
 
 
-def test_a_batch_of_prompts_and_a_session_store_nothing(engine: Engine, watch: Watch) -> None:
+@pytest.mark.parametrize("fields", [{}, {"n": 2}, {"stream": True}])
+@pytest.mark.parametrize(
+    ("path", "field", "prompts"),
+    [
+        ("/v1/completions", "prompt", lambda: [text(30), text(900)]),
+        ("/v1/completions", "prompt", lambda: [[*range(400, 440)], [*range(500, 530)]]),
+        ("/generate", "text", lambda: [text(30), text(40), text(50)]),
+    ],
+    ids=["texts", "token ids", "native"],
+)
+def test_each_prompt_of_a_batch_stores_its_segments(
+    engine: Engine, watch: Watch, path: str, field: str, prompts: Any, fields: dict[str, Any]
+) -> None:
+    engine.post("/flush_cache", {})
+    watch.settle()
+    given, before = prompts(), set(watch.held)
+    if path == "/generate":
+        body = {**GENERATE, "sampling_params": {"max_new_tokens": 1, "n": fields.get("n", 1)}}
+        body |= {"stream": fields.get("stream", False)}
+    else:
+        body = {**ONE, **fields}
+    engine.post(path, {**body, field: given})
+    alone = [chain_of(path, {**body, field: prompt}) for prompt in given]
+    until(lambda: all(each[-1] in watch.held for each in alone))
+    assert watch.held.keys() - before == {segment for each in alone for segment in each}
+
+
+def test_a_batch_with_its_own_hints_and_a_session_store_nothing(
+    engine: Engine, watch: Watch
+) -> None:
     before = dict(watch.held)
-    engine.post("/v1/completions", {**ONE, "prompt": [text(30), text(30)]})
     engine.post("/generate", {**GENERATE, "text": [text(30)] * 2, "kv_hints": [None, None]})
     session = requests.post(
         f"{engine.url}/open_session", json={"capacity_of_str_len": 1000}, timeout=30
