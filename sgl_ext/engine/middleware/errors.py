@@ -19,6 +19,7 @@ from sgl_ext.engine.core.request_context import context_in
 from sgl_ext.engine.core.request_names import request_id_of
 from sgl_ext.engine.middleware import error_shape, faults
 from sgl_ext.engine.middleware.context_length import CODE as TOO_LONG
+from sgl_ext.engine.middleware.context_length import too_long
 from sgl_ext.engine.middleware.error_shape import INTERNAL, EngineError, scrubbed, shaped
 from sgl_ext.protocols.anthropic import ANTHROPIC, status_of_type
 from sgl_ext.protocols.chat import OLLAMA_CHAT
@@ -269,6 +270,8 @@ def _fault(path: str, error: Exception) -> str:
         steps = traceback.walk_tb(error.__traceback__)
         is_validation = any(f.f_code.co_name == "solve_dependencies" for f, _ in steps)
         return _WRONG_TYPE if is_validation else ""
+    if isinstance(error, ValueError) and (long := too_long(str(error))) is not None:
+        return long.openai
     of_values = (ValueError, TypeError, LookupError, OverflowError, TemplateError)
     return _WRONG_VALUE if path in _OF_BODY and isinstance(error, of_values) else ""
 

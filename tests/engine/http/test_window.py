@@ -118,6 +118,13 @@ def test_responses_say_so_in_an_error_and_in_an_event(engine: Engine) -> None:
     assert error["message"].startswith(f"This model's maximum context length is {WINDOW} tokens.")
 
 
+def test_ollamas_paths_say_so_too(engine: Engine) -> None:
+    body = {"model": "tiny", "messages": TURN, "stream": False}
+    refused = requests.post(f"{engine.url}/api/chat", json=body, timeout=60)
+    assert refused.status_code == 400
+    assert f"maximum context length is {WINDOW} tokens" in refused.json()["error"]["message"]
+
+
 def test_the_longest_prompt_is_answered(engine: Engine) -> None:
     body: dict[str, Any] = {"input_ids": [5] * WINDOW, "sampling_params": {"max_new_tokens": 2}}
     engine.post("/generate", body)
