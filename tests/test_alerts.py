@@ -3,23 +3,19 @@
 from __future__ import annotations
 
 import re
-import shutil
 import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import pytest
 import yaml
 
+from tests.debian import require_promtool
 from tests.exported import declared
 from tests.promql import Known, labels_of, names_in
 
 LAUNCH = Path(__file__).parent.parent / "launch"
 PATH = LAUNCH / "alerts.yml"
-needs_promtool = pytest.mark.skipif(
-    shutil.which("promtool") is None, reason="promtool is not on PATH"
-)
 
 
 def rules() -> Iterator[dict[str, Any]]:
@@ -64,8 +60,8 @@ def test_prometheus_scrapes_both_pages_and_loads_the_rules() -> None:
     assert named <= scraped.keys()
 
 
-@needs_promtool
 def test_promtool_accepts_the_configuration_and_its_rules() -> None:
+    require_promtool()
     run_promtool("check", "config", str(LAUNCH / "prometheus.yml"))
 
 
@@ -118,8 +114,8 @@ METRICS = {
 }
 
 
-@needs_promtool
 def test_alerts_fire_when_they_should(tmp_path: Path) -> None:
+    require_promtool()
     alerts = {rule["alert"]: rule for rule in rules() if "alert" in rule}
     cases = []
     for alert, series, at, expected in CASES:
