@@ -215,6 +215,7 @@ def measure(
     steps = {name: step for name, step in STEPS.items() if run.has(name)}
     if machine.gpu is None:  # the CPU has no other kernels
         steps.pop("equality_deterministic", None)
+
     def given(group: str) -> tuple[str, ...]:
         config = run.folder / f"{group}.toml"
         config.write_text(machine.config(GROUPS[group], more))
