@@ -50,3 +50,11 @@ def test_a_signal_ends_the_server(
     server.send_signal(number)
     server.communicate()  # its output ends when no process of the server is left
     assert not is_healthy(url)
+
+
+def test_a_server_that_is_stopped_at_once_has_ended(nursery: Nursery, tmp_path: Path) -> None:
+    """It may have no process group of its own yet."""
+    for _ in range(5):
+        server = nursery.start(["--help"], tmp_path / "log")
+        server.stop()
+        assert not server.running()

@@ -13,6 +13,7 @@ from typing import Any
 import psutil
 import pytest
 import requests
+from sgl_ext_cpu.gate import Gate
 from sgl_ext_cpu.node import free_port
 from sgl_ext_cpu.nursery import Nursery
 
@@ -60,15 +61,17 @@ def running(
     flags += ["--port", str(port), "--max-total-tokens", "8192", "--max-running-requests", "8"]
     flags += ["--cuda-graph-backend-decode", "disabled", "--cuda-graph-backend-prefill", "disabled"]
     flags += ["--enable-cache-report", "--enable-metrics", "--sleep-on-idle"]
-    server = nursery.start(flags, log, module, {**os.environ, **settings.to_environment()})
-    try:
-        url = f"http://{'127.0.0.1' if host == '0.0.0.0' else host}:{port}"
-        engine = Engine(url, server)
-        until(lambda: not server.running() or status_of(f"{url}/ready") == 200, 600)
-        assert server.running(), log.read_text()
-        yield engine
-    finally:
-        server.stop()
+    with Gate() as gate:
+        environ = {**os.environ, **settings.to_environment(), **gate.environment}
+        server = nursery.start(flags, log, module, environ)
+        try:
+            url = f"http://{'127.0.0.1' if host == '0.0.0.0' else host}:{port}"
+            engine = Engine(url, server, gate)
+            until(lambda: not server.running() or status_of(f"{url}/ready") == 200, 600)
+            assert server.running(), log.read_text()
+            yield engine
+        finally:
+            server.stop()
 
 
 def status_of(url: str) -> int:

@@ -314,8 +314,10 @@ def _exit_status(server: int) -> int | None:
 
 def _end(server: int) -> None:
     """Kill a server's process group: on SIGTERM SGLang would first wait for a diagnosis."""
-    with contextlib.suppress(ProcessLookupError):
+    try:
         os.killpg(server, signal.SIGKILL)
+    except ProcessLookupError:  # it was forked a moment ago, and has no group of its own yet
+        os.kill(server, signal.SIGKILL)
     os.waitpid(server, 0)
 
 
