@@ -57,6 +57,7 @@ class _Placed(msgspec.Struct, tag=True):
     uncached_tokens: int
     tenant: str = ""
     priority: int = 0
+    agent: str | None = None
 
 
 class _State(msgspec.Struct, tag=True):
@@ -145,7 +146,8 @@ class Peers:
         session = None if routing.session is None or routing.is_final else f"{routing.session:x}"
         hashes = [f"{segment:x}" for segment in segments]
         worker, tokens = attempt.worker.id, attempt.uncached_tokens
-        about = routing.prompt_tokens, tokens, routing.tenant, routing.priority
+        agent = None if session is None else f"{routing.agent:x}"
+        about = routing.prompt_tokens, tokens, routing.tenant, routing.priority, agent
         self._send(_Placed(worker, session, hashes, *about))
         self.load_changed()
 
@@ -243,6 +245,7 @@ class Peers:
                     message.uncached_tokens,
                     message.tenant,
                     message.priority,
+                    None if message.agent is None else int(message.agent, 16),
                 )
             return
         self.router.workers.change(message.admin)

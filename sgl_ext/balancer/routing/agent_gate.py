@@ -43,7 +43,7 @@ class AgentGate:
     def holds(self, routing: RoutingRequest, waited_s: float, now_s: float) -> bool:
         """Whether a request is held back."""
         working_set = self._router.attempts.working_set
-        if working_set is None or routing.session is None or not routing.runs:
+        if working_set is None or routing.agent is None or not routing.runs:
             return False
         working_set.expire(now_s)
         held: HeldBySlot | None = None
@@ -61,8 +61,8 @@ class AgentGate:
     def held_back(self, routing: RoutingRequest) -> None:
         """A request is held back from now on."""
         working_set = self._router.attempts.working_set
-        if working_set is not None and routing.session is not None:
-            working_set.waits(routing.session)
+        if working_set is not None and routing.agent is not None:
+            working_set.waits(routing.agent)
 
     def home(self, routing: RoutingRequest) -> int | None:
         """The slot of the worker that has a request's session."""
@@ -88,12 +88,12 @@ class AgentGate:
         return has_time(in_flight, pending_tokens, worker.pace.share(now_s))
 
     def _pool(self, routing: RoutingRequest, worker: Worker, working_set: WorkingSet) -> Pool:
-        slot, session = worker.slot, routing.session or 0
+        slot, agent = worker.slot, routing.agent or 0
         return Pool(
             worker.pool_tokens,
-            working_set.used(slot, session),
-            working_set.less_important(slot, routing.tenant, routing.priority, session),
-            working_set.awaited(slot, session),
+            working_set.used(slot, agent),
+            working_set.less_important(slot, routing.tenant, routing.priority, agent),
+            working_set.awaited(slot, agent),
         )
 
     def _demand(
@@ -106,5 +106,5 @@ class AgentGate:
         held, prefixes = by_slot.of(worker), self._router.prefixes
         tokens = prefixes.prompt_tokens(routing.chain, held, routing.prompt_tokens)
         held_tokens = held.expected_tokens + held.slower_tokens
-        own_tokens = working_set.own_tokens(routing.session or 0, tokens, held_tokens)
+        own_tokens = working_set.own_tokens(routing.agent or 0, tokens, held_tokens)
         return Demand(routing.tenant, tokens, held_tokens, own_tokens)

@@ -55,6 +55,15 @@ class RoutingRequest(msgspec.Struct, frozen=True, gc=False):
     name: str = ""
 
     @property
+    def agent(self) -> int | None:
+        """The agent whose memory is counted: one conversation of a session. A client states its
+        session's id itself, so that it could state one for many conversations."""
+        begin = self.chain.session
+        if self.session is None or begin is None:
+            return self.session
+        return (self.session * _MIXER ^ begin) & _MASK
+
+    @property
     def session_name(self) -> str | None:
         """The session as logs and pages have it; None if it is unknown."""
         if self.name or self.session is None:
@@ -62,6 +71,7 @@ class RoutingRequest(msgspec.Struct, frozen=True, gc=False):
         return f"{self.session:032x}"
 
 
+_MIXER, _MASK = 0x9E3779B97F4A7C15F39CC0605CEDC835, (1 << 128) - 1
 NO_ROUTING = RoutingRequest(Chain(), None, 0, 0, runs=False)
 
 
@@ -194,14 +204,15 @@ class Attempts:
                 tokens = self._prefixes.prompt_tokens(routing.chain, held, routing.prompt_tokens)
                 asked = routing.tenant, routing.priority
                 expected_tokens = attempt.expected_tokens
-                self._count_agent(routing.session, asked, worker, tokens, expected_tokens, now_s)
+                agent = routing.agent or routing.session
+                self._count_agent(agent, asked, worker, tokens, expected_tokens, now_s)
         for action in self.on_begin:
             action(attempt)
         return attempt
 
     def _count_agent(
         self,
-        session: int,
+        agent: int,
         asked: tuple[str, int],
         worker: Worker,
         prompt_tokens: int,
@@ -214,7 +225,7 @@ class Attempts:
             tokens = prompt_tokens if prompt_tokens <= worker.pool_tokens else 0
             tenant, priority = asked
             self.working_set.begin(
-                session, tenant, worker.slot, tokens, held_tokens, now_s, priority, worker.refill_s
+                agent, tenant, worker.slot, tokens, held_tokens, now_s, priority, worker.refill_s
             )
 
     @staticmethod
@@ -321,7 +332,8 @@ class Attempts:
         routing, working_set = attempt.routing, self.working_set
         if working_set is not None and routing.session is not None and routing.runs:
             refill_s = attempt.worker.refill_s
-            working_set.end(routing.session, self._clock(), refill_s, is_last=routing.is_final)
+            agent = routing.agent or routing.session
+            working_set.end(agent, self._clock(), refill_s, is_last=routing.is_final)
         # Else a request and its attempt keep each other until the garbage collector finds them.
         attempt.abandon = _nothing
         if attempt.decoder is None:
@@ -343,6 +355,7 @@ class Attempts:
         uncached_tokens: int,
         tenant: str = "",
         priority: int = 0,
+        agent: int | None = None,
     ) -> None:
         """Records a peer's attempt, after which `worker` will hold `segments`. When it ends is not
         known: its agent's lease begins now."""
@@ -355,6 +368,7 @@ class Attempts:
             self.sessions.record(session, worker.slot, prompt_tokens, now_s)
             held_tokens = max(prompt_tokens - uncached_tokens, 0)
             asked = tenant, priority
-            self._count_agent(session, asked, worker, prompt_tokens, held_tokens, now_s)
+            agent = session if agent is None else agent
+            self._count_agent(agent, asked, worker, prompt_tokens, held_tokens, now_s)
             if self.working_set is not None:
-                self.working_set.end(session, now_s, worker.refill_s)
+                self.working_set.end(agent, now_s, worker.refill_s)

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from sgl_ext.engine.answers import tool_calls
 from sgl_ext.engine.answers.call_blocks import BLOCKS, Cutter
-from sgl_ext.engine.core.request_context import RequestContext, current, enter
+from sgl_ext.engine.core.request_context import RequestContext, current, entered
 from tests.engine.answers.formats import WRITE
 
 FORMATS = sorted(BLOCKS)
@@ -49,10 +49,10 @@ def hooked() -> Iterator[None]:
 
 
 @pytest.fixture(autouse=True)
-def request_context() -> RequestContext:
+def request_context() -> Iterator[RequestContext]:
     context = RequestContext("/v1/chat/completions", {})
-    enter(context)
-    return context
+    with entered(context):
+        yield context
 
 
 def parser(form: str) -> Any:
@@ -121,11 +121,11 @@ def test_words_and_calls_arrive_in_order(form: str, length: int) -> None:
 @given(data=st.data())
 @settings(suppress_health_check=list(HealthCheck))
 def test_words_and_calls_arrive_however_an_answer_is_cut(form: str, data: st.DataObject) -> None:
-    enter(RequestContext("/v1/chat/completions", {}))
     text = answer(form)
     places = sorted(data.draw(st.sets(st.integers(1, len(text) - 1), max_size=12)))
     pieces = [text[a:b] for a, b in pairwise([0, *places, len(text)])]
-    assert read(heard(form, pieces)) == EXPECTED
+    with entered(RequestContext("/v1/chat/completions", {})):
+        assert read(heard(form, pieces)) == EXPECTED
 
 
 @pytest.mark.parametrize("form", FORMATS)
