@@ -265,7 +265,6 @@ def test_a_changed_runtime_text_computes_only_what_follows_it(node: Node, model:
     for path, rest in requests_by_path.items():
         session = f"runtime-{next(_fresh)}"
         headers = {"x-sgl-ext-session-id": session}
-        node.flush()
         for number in range(2):
             texts = {"now": f"{number} is the time. " + text(20)}
             body = {"model": model, "context_id": id, "context_blocks": texts, **rest}

@@ -149,7 +149,9 @@ def test_a_client_withdraws_what_is_expected(engine: Serving) -> None:
     with engine.busy():  # so that it is still expected when the client withdraws
         agent.begin()
         answers = [requests.delete(url, params={"session": TASKS[2]}, timeout=60) for _ in range(2)]
-    assert [answer.json() for answer in answers] == [{"deleted": 1}, {"deleted": 0}]
+    first, second = (answer.json()["deleted"] for answer in answers)
+    assert first in (1, 2), "the return, and the next turn if its prefill waits already"
+    assert second == 0
     until(engine.is_level)
     spill(engine)
     _, tiers, _ = agent.come_back()
