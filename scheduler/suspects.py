@@ -4,22 +4,26 @@
        |                    ^             |
        +--------------------+             +--> refused, for REFUSED_S
 
-An engine that ends loses all of its requests, and one of them may be the cause. Those that came
-within SUSPECT_S of its end are suspected; any other one is seen, and suspected at the second end
-that it is there for. Who is not suspected is sent again at once. A suspect is sent again alone: one
-is on trial at a time, after SETTLE_S, and while another engine is there besides the one that the
-trial may end. It waits for that one for LAST_WAIT_S at most, and not at all once the engine is
-found ready: then only a connection broke, and who is convicted for that is pardoned.
+An engine that ends loses all of its requests. One of them may be the cause.
 
-If the engine ends with it, it is the cause: it is refused, and the others there are not blamed. It
-is cleared by its answer, or by a sign of life of the engine after as long a time as the earlier
-engine lasted.
+- A request that came within SUSPECT_S of the engine's end is suspected.
+- Any other request is seen. It is suspected at the second end that it is there for.
+- A request that is not suspected is sent again at once.
 
-A client may leave before the engine ends, and send the same again. So a case is that of a request's
-fingerprint, and not of one request, and what left an engine without an answer is suspected like
-what was there.
+A suspect is sent again alone: its trial. One trial runs at a time, and a suspect waits for SETTLE_S
+first. The trial may end an engine, so it begins only while another engine is there. A suspect waits
+for another engine for LAST_WAIT_S at most. It does not wait if the engine that it was at is found
+ready: then only a connection broke, and a request that is convicted for that is pardoned.
 
-A hang is an end, too. An engine that is silent ended with its last sign of life: a request that was
+If the engine ends during the trial, the request on trial is the cause. It is refused, and the other
+requests there are not blamed. The request is cleared by its answer. It is also cleared by a sign of
+life that the engine gives after the time that the earlier engine lasted.
+
+A client may leave before the engine ends, and send the same again. So a case belongs to a request's
+fingerprint, and not to one request. A request that left an engine without an answer is suspected
+like the requests that were still there.
+
+A hang is an end, too. An engine that is silent ended with its last sign of life. A request that was
 sent later is no cause.
 """
 

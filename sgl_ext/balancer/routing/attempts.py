@@ -200,11 +200,11 @@ class Attempts:
                 self.sessions.end(routing.session)
             else:
                 self.sessions.record(routing.session, worker.slot, routing.prompt_tokens, now_s)
-            if routing.runs and self.working_set is not None:
+            agent = routing.agent
+            if routing.runs and agent is not None and self.working_set is not None:
                 tokens = self._prefixes.prompt_tokens(routing.chain, held, routing.prompt_tokens)
                 asked = routing.tenant, routing.priority
                 expected_tokens = attempt.expected_tokens
-                agent = routing.agent or routing.session
                 self._count_agent(agent, asked, worker, tokens, expected_tokens, now_s)
         for action in self.on_begin:
             action(attempt)
@@ -329,10 +329,9 @@ class Attempts:
 
     def _end(self, attempt: Attempt) -> None:
         self._end_prefill(attempt)
-        routing, working_set = attempt.routing, self.working_set
-        if working_set is not None and routing.session is not None and routing.runs:
+        routing, working_set, agent = attempt.routing, self.working_set, attempt.routing.agent
+        if working_set is not None and agent is not None and routing.runs:
             refill_s = attempt.worker.refill_s
-            agent = routing.agent or routing.session
             working_set.end(agent, self._clock(), refill_s, is_last=routing.is_final)
         # Else a request and its attempt keep each other until the garbage collector finds them.
         attempt.abandon = _nothing
