@@ -28,7 +28,7 @@ first. A flag that is true or false has a `--no-...` form. Times are at most a y
 **To add a setting**, add one field to `sgl_ext/settings/schema.py`: type and range, a sentence of \
 help, a default. Its class decides which process reads it. Flags, keys, `--help`, errors, what \
 children get, and this page follow. Then run the command above. A rule that concerns several \
-settings, or a file, is a few lines in `sgl_ext/settings/checks.py`.
+settings, or a file, is a few lines in `sgl_ext/settings/sources.py`.
 
 The launcher gives each child its settings as JSON in the environment variable `SGLEXT_SETTINGS`. \
 No key is in there: `api-key` names the file or the variable that holds it.

@@ -10,8 +10,8 @@ import pytest
 
 from sgl_ext import keys
 from sgl_ext.key_file import Allowance, KeysError, hash_of, parse_keys, read_keys
-from sgl_ext.settings.checks import check_balancer
 from sgl_ext.settings.schema import BalancerSettings, SettingsError
+from sgl_ext.settings.sources import check_balancer
 
 KEY = "sgl-AbCdEfGhIjKlMnOpQrStUvWxYz0123456789_-AbCdE"
 HASH = hash_of(KEY.encode())

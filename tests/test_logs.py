@@ -15,8 +15,8 @@ import msgspec
 import pytest
 
 from sgl_ext.logs import LogWriter, TextLines, fields_of, write_logs
+from sgl_ext.settings.fields import changed
 from sgl_ext.settings.schema import BalancerSettings, LaunchSettings, Tenant
-from sgl_ext.settings.shown import changed
 
 LOST = "lines of this log were lost"
 

@@ -28,8 +28,8 @@ from sgl_ext.membership.member import Membership
 from sgl_ext.membership.sources import open_sources
 from sgl_ext.node.lifeline import end_with_parent
 from sgl_ext.node.ports import reachable, require_free
+from sgl_ext.settings.fields import changed
 from sgl_ext.settings.schema import VARIABLE, BalancerSettings, SettingsError
-from sgl_ext.settings.shown import changed
 from sgl_ext.settings.sources import balancer_settings, names_file
 from sgl_ext.version import versions
 

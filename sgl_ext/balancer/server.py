@@ -32,9 +32,9 @@ from sgl_ext.membership.member import Membership
 from sgl_ext.membership.sources import open_sources
 from sgl_ext.protocols import routes
 from sgl_ext.protocols.errors import BalancerError, shutting_down
-from sgl_ext.settings.checks import read_api_key
 from sgl_ext.settings.reloading import LiveSettings
 from sgl_ext.settings.schema import BalancerSettings, SettingsError
+from sgl_ext.settings.secrets import read_api_key
 from sgl_ext.supervision import Guard, count_unhandled, supervise
 from sgl_ext.tenants import Tenants
 

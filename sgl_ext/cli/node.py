@@ -147,7 +147,7 @@ def node_at(url: str, key: str | None) -> Node:
     if key is None:
         return Node(url, os.environ.get(KEY_VARIABLE) or None)
     from sgl_ext.settings.schema import SettingsError
-    from sgl_ext.settings.secret_source import read_source
+    from sgl_ext.settings.secrets import read_source
 
     try:
         return Node(url, read_source("--key", key))

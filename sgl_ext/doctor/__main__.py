@@ -22,8 +22,8 @@ from sgl_ext.doctor.findings import Findings, merged
 from sgl_ext.doctor.logs import comparison
 from sgl_ext.doctor.logs.lines import NotALog, readable
 from sgl_ext.doctor.report import add_advice, as_text
-from sgl_ext.settings.checks import read_api_key
 from sgl_ext.settings.schema import SettingsError
+from sgl_ext.settings.secrets import read_api_key
 
 _PATH = "/sgl_ext/divergences"
 _TIMEOUT_S = 30.0

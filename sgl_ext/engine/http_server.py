@@ -37,8 +37,8 @@ from sgl_ext.engine.sglang_types import ResolvedArgs, ServerArgs
 from sgl_ext.limits.stall import CLOCKS, StallMonitor
 from sgl_ext.protocols.registry import of_path
 from sgl_ext.requests.answers import LIMIT_BYTES
-from sgl_ext.settings.engine_secret import EngineSecret
 from sgl_ext.settings.schema import EngineSettings
+from sgl_ext.settings.secrets import EngineSecret
 from sgl_ext.supervision import count_unhandled
 
 _SIGTERM_POLL_S = 0.2

@@ -20,8 +20,8 @@ from sgl_ext.engine.arguments import resolved
 from sgl_ext.engine.core.folder import acknowledged
 from sgl_ext.engine.sglang_types import ServerArgs
 from sgl_ext.engine.tiers import host_flags
-from sgl_ext.settings.engine_secret import EngineSecret, is_reachable
 from sgl_ext.settings.schema import EngineSettings
+from sgl_ext.settings.secrets import EngineSecret, is_reachable
 
 SUPPORTED_SGLANG = "0.5.23"
 PLUGIN = "sgl_ext"

@@ -12,9 +12,9 @@ from sgl_ext.engine import sglang_api
 from sgl_ext.engine.arguments import caches, resolved
 from sgl_ext.engine.sglang_http_types import ModelConfig
 from sgl_ext.engine.sglang_types import ResolvedArgs, ServerArgs
-from sgl_ext.settings.checks import USE_RAY
 from sgl_ext.settings.schema import EngineSettings
 from sgl_ext.settings.shared_tier import is_shared_tier
+from sgl_ext.settings.sources import USE_RAY
 
 CACHE_BACKEND = "sgl_ext"
 """The name under which `--radix-cache-backend` selects our cache."""

@@ -24,7 +24,7 @@ from sgl_ext.balancer.relay.services import Services
 from sgl_ext.balancer.routing.attempts import Attempt
 from sgl_ext.balancer.routing.worker import Worker
 from sgl_ext.protocols.errors import BalancerError, no_engine
-from sgl_ext.settings.checks import address_of
+from sgl_ext.settings.sources import address_of
 
 _SPARE = 2
 """Engines that a gateway is named besides the one that was picked."""

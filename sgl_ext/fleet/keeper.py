@@ -17,8 +17,8 @@ from sgl_ext.fleet.plan import Engine, is_settled, next_steps
 from sgl_ext.membership.member import MembershipError
 from sgl_ext.membership.ray import Entry, decoded, engines_key
 from sgl_ext.node.hardware import named_platform
-from sgl_ext.settings.engine_secret import EngineSecret
 from sgl_ext.settings.schema import LaunchSettings
+from sgl_ext.settings.secrets import EngineSecret
 
 log = logging.getLogger(__name__)
 

@@ -14,7 +14,7 @@ from pathlib import Path
 import msgspec
 
 from sgl_ext.membership.member import Member, MembershipError
-from sgl_ext.settings.checks import is_worker_url, worker_url_problem
+from sgl_ext.settings.sources import worker_url_problem
 
 POLL_S = 0.25
 
@@ -65,9 +65,8 @@ class WatchedFile:
         for index, member in enumerate(members):
             if not member.id:
                 raise self._wrong(f"workers[{index}].id: is empty")
-            if not is_worker_url(member.url):
-                problem = f"{worker_url_problem(member.url)}, not {member.url!r}"
-                raise self._wrong(f"workers[{index}].url: {problem}")
+            if problem := worker_url_problem(member.url):
+                raise self._wrong(f"workers[{index}].url: {problem}, not {member.url!r}")
         return members
 
     def _wrong(self, problem: str) -> MembershipError:

@@ -8,7 +8,7 @@ from typing import Any
 import aiohttp
 
 from sgl_ext.requests.session import SECRET_HEADER
-from sgl_ext.settings.engine_secret import EngineSecret
+from sgl_ext.settings.secrets import EngineSecret
 
 _SUBSCRIBERS_PATH = "/sgl_ext/events/subscribers"
 _TIMEOUT = aiohttp.ClientTimeout(total=5)

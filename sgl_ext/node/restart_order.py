@@ -9,9 +9,9 @@ from msgspec.structs import replace
 
 from sgl_ext.node.devices.sizes import gpus_of_engine
 from sgl_ext.node.engine import Engine, served_model
-from sgl_ext.settings.checks import check_launch
-from sgl_ext.settings.engine_secret import is_reachable
 from sgl_ext.settings.schema import LaunchSettings, SettingsError
+from sgl_ext.settings.secrets import is_reachable
+from sgl_ext.settings.sources import check_launch
 
 
 class RestartRefused(Exception):

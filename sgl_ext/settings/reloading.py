@@ -23,13 +23,13 @@ from sgl_ext.settings.schema import (
     DefaultHint,
     EngineSettings,
     LaunchSettings,
+    Reload,
     RequestSettings,
     Settings,
     SettingsError,
     Tenant,
 )
-from sgl_ext.settings.secret_source import file_version
-from sgl_ext.settings.values import Reload
+from sgl_ext.settings.secrets import file_version
 
 SETTINGS_PATH = "/sgl_ext/settings"
 """Where an engine takes what was changed, as a `Version`."""

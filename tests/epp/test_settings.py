@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from sgl_ext.settings.checks import address_of
 from sgl_ext.settings.schema import SettingsError
-from sgl_ext.settings.sources import balancer_settings, picker_settings
+from sgl_ext.settings.sources import address_of, balancer_settings, picker_settings
 
 
 @pytest.mark.parametrize(

@@ -6,8 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from sgl_ext.settings.checks import check_balancer, check_launch, read_api_key
 from sgl_ext.settings.schema import BalancerSettings, EngineSettings, LaunchSettings, SettingsError
+from sgl_ext.settings.secrets import read_api_key
+from sgl_ext.settings.sources import check_balancer, check_launch
 
 ISOLATING = BalancerSettings(tenant_isolation="on")
 NO_JSON = __file__

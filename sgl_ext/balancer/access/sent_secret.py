@@ -6,8 +6,8 @@ import aiohttp
 
 from sgl_ext.balancer.metrics.registry import Metrics
 from sgl_ext.requests.session import SECRET_HEADER
-from sgl_ext.settings.engine_secret import EngineSecret
 from sgl_ext.settings.schema import SettingsError
+from sgl_ext.settings.secrets import EngineSecret
 
 log = logging.getLogger(__name__)
 

@@ -34,7 +34,7 @@ from sgl_ext.protocols import routes
 from sgl_ext.protocols.errors import BalancerError, no_engine
 from sgl_ext.requests.client_facts import read_client
 from sgl_ext.requests.session import OWNER_HEADER, RANK_HEADER, TENANT_HEADER
-from sgl_ext.settings.checks import is_worker_url, worker_url_problem
+from sgl_ext.settings.sources import worker_url_problem
 
 SERVICES = web.AppKey("services", Services)
 _TIMEOUT = aiohttp.ClientTimeout(total=120)
@@ -52,7 +52,7 @@ async def add_worker(request: web.Request) -> web.Response:
     url = document.get("url") if isinstance(document, dict) else None
     services = request.app[SERVICES]
     workers = services.workers
-    if not isinstance(url, str) or not is_worker_url(url):
+    if not isinstance(url, str) or worker_url_problem(url):
         problem = worker_url_problem(str(url))
         raise BalancerError(HTTPStatus.BAD_REQUEST, f"url: {problem}, not {url!r}")
     known = workers.find_url(url)

@@ -13,7 +13,7 @@ from sgl_ext.balancer.store.shared_state import SharedState
 from sgl_ext.balancer.store.sqlite_documents import SqliteDocuments
 from sgl_ext.balancer.store.sqlite_file import IN_MEMORY, DocumentStore
 from sgl_ext.balancer.store.sqlite_thread import StoreThread
-from sgl_ext.settings.store_address import StoreAddress, read_store
+from sgl_ext.settings.secrets import StoreAddress, read_store
 
 if TYPE_CHECKING:
     from sgl_ext.balancer.store.postgres_server import PostgresServer

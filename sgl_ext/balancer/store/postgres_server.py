@@ -18,7 +18,7 @@ from psycopg_pool import AsyncConnectionPool
 
 from sgl_ext.balancer.store.calls import settle
 from sgl_ext.balancer.store.documents import WAIT_S, StoreUnreachable, StoreUnusable
-from sgl_ext.settings.store_address import StoreAddress
+from sgl_ext.settings.secrets import StoreAddress
 
 log = logging.getLogger(__name__)
 logging.getLogger("psycopg.pool").setLevel(logging.CRITICAL)  # failed calls are logged, once

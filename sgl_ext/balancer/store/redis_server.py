@@ -16,7 +16,7 @@ from redis.backoff import NoBackoff
 
 from sgl_ext.balancer.store.calls import settle
 from sgl_ext.balancer.store.documents import WAIT_S, StoreUnreachable, StoreUnusable
-from sgl_ext.settings.store_address import StoreAddress
+from sgl_ext.settings.secrets import StoreAddress
 
 log = logging.getLogger(__name__)
 

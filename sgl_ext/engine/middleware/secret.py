@@ -25,8 +25,8 @@ from sgl_ext.engine.middleware.error_shape import EngineError
 from sgl_ext.engine.middleware.errors import send_error
 from sgl_ext.protocols.request_ids import HEADER as REQUEST_ID_HEADER
 from sgl_ext.requests.session import INTERNAL_HEADERS, REFUSED, SECRET_HEADER
-from sgl_ext.settings.engine_secret import EngineSecret, is_reachable
 from sgl_ext.settings.schema import SettingsError
+from sgl_ext.settings.secrets import EngineSecret, is_reachable
 
 log = logging.getLogger(__name__)
 

@@ -8,8 +8,8 @@ from rich.console import Console
 
 from sgl_ext.logs import write_logs
 from sgl_ext.node.log_dir import new_log, open_log
+from sgl_ext.settings.fields import changed
 from sgl_ext.settings.schema import LaunchSettings
-from sgl_ext.settings.shown import changed
 from sgl_ext.version import versions
 
 log = logging.getLogger(__name__)

@@ -9,9 +9,8 @@ from pathlib import Path
 
 from sgl_ext.node.start.flags import values_of
 from sgl_ext.node.start.room import shown
-from sgl_ext.settings.schema import LaunchSettings, SettingsError
+from sgl_ext.settings.schema import LEAST_TIER_BYTES, LaunchSettings, SettingsError
 from sgl_ext.settings.shared_tier import FOLDER_VARIABLE, OWN_FLAGS
-from sgl_ext.settings.values import LEAST_TIER_BYTES
 from sgl_ext.temporary_folder import make_folder, remove_stale
 
 SHARED_MEMORY = Path("/dev/shm")

@@ -13,8 +13,8 @@ from sgl_ext.balancer.store.opening import check_store
 from sgl_ext.launch import make_children
 from sgl_ext.node.hardware import Hardware
 from sgl_ext.settings.schema import BalancerSettings, LaunchSettings, SettingsError
+from sgl_ext.settings.secrets import read_store
 from sgl_ext.settings.sources import balancer_settings
-from sgl_ext.settings.store_address import read_store
 from tests.balancer.store.servers import PASSWORD, Server, free_port
 
 

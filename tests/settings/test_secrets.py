@@ -4,8 +4,8 @@ from pathlib import Path
 
 import pytest
 
-from sgl_ext.settings.engine_secret import NO_SECRET, EngineSecret
 from sgl_ext.settings.schema import SettingsError
+from sgl_ext.settings.secrets import NO_SECRET, EngineSecret
 
 OLD, NEW = "old-0123456789abcdef", "new-0123456789abcdef"
 
