@@ -14,16 +14,18 @@ from functools import partial
 from types import FrameType, ModuleType
 from typing import Any
 
-from sgl_ext.engine import http_server, sglang_api, startup
-from sgl_ext.engine.answers import (
-    anthropic,
+from sgl_ext.compat import (
+    answer_metadata,
+    anthropic_answers,
     early_calls,
+    faults,
     held_schemas,
-    openai,
     text_logprobs,
     tool_calls,
     tool_choice,
+    window,
 )
+from sgl_ext.engine import http_server, sglang_api, startup
 from sgl_ext.engine.core import request_names, shared_prefixes
 from sgl_ext.engine.host_cache import chat_templates
 from sgl_ext.engine.http import (
@@ -36,9 +38,7 @@ from sgl_ext.engine.http import (
     template_facts,
     translation,
     vendor_values,
-    window,
 )
-from sgl_ext.engine.middleware import faults
 from sgl_ext.engine.middleware.secret import send_secret
 from sgl_ext.engine.scheduler import (
     abandoned,
@@ -197,10 +197,10 @@ _MAIN_HOOKS: dict[str, Hook] = {
     f"{_CHAT}._get_history_tool_calls_cnt": ("AROUND", cache_hooks.count_calls),
     f"{_TEMPLATES}._compile_jinja_template": ("AROUND", chat_templates.compile_template),
     # Answers
-    f"{_MESSAGES}._handle_non_streaming": ("AROUND", anthropic.complete_answer),
-    f"{_ANTHROPIC}._wrap_sse_event": ("AROUND", anthropic.complete_event),
-    f"{_MESSAGES}._convert_response": ("AROUND", anthropic.note_finish_reason),
-    f"{_CHAT}._generate_chat_stream": ("AROUND", anthropic.watch_stream),
+    f"{_MESSAGES}._handle_non_streaming": ("AROUND", anthropic_answers.complete_answer),
+    f"{_ANTHROPIC}._wrap_sse_event": ("AROUND", anthropic_answers.complete_event),
+    f"{_MESSAGES}._convert_response": ("AROUND", anthropic_answers.note_finish_reason),
+    f"{_CHAT}._generate_chat_stream": ("AROUND", anthropic_answers.watch_stream),
     f"{_TOKENIZER}._handle_abort_finish_reason": ("AROUND", faults.note_abort),
     f"{_RESPONSES}.responses_full_generator": (
         "AROUND",
@@ -210,8 +210,8 @@ _MAIN_HOOKS: dict[str, Hook] = {
         "AROUND",
         _nested(text_logprobs.stream_response, early_calls.stream_response),
     ),
-    f"{_OPENAI}.serving_chat.{_VERSIONS}": ("AROUND", openai.text_metadata),
-    f"{_OPENAI}.serving_completions.{_VERSIONS}": ("AROUND", openai.text_metadata),
+    f"{_OPENAI}.serving_chat.{_VERSIONS}": ("AROUND", answer_metadata.text_metadata),
+    f"{_OPENAI}.serving_completions.{_VERSIONS}": ("AROUND", answer_metadata.text_metadata),
     f"{_DETECTOR}.parse_streaming_increment": ("AROUND", tool_calls.parse_chunk),
     f"{_PARSER}.parse_stream_chunk": ("AROUND", tool_calls.hold_space),
     f"{_PARSER}.parse_stream_end": ("AROUND", tool_calls.release_space),

@@ -35,7 +35,7 @@ def require_active() -> None:
 
 
 def _activate() -> None:
-    from sgl_ext.engine.answers import early_calls, tool_calls
+    from sgl_ext.compat import early_calls, tool_calls
     from sgl_ext.engine.core.folder import acknowledge, open_folder
     from sgl_ext.engine.hooks import HOOKS, SHARING_HOOKS, Role, apply_hooks, current_role
     from sgl_ext.engine.startup import check_environment

@@ -16,7 +16,7 @@ import pytest
 import requests
 from sgl_ext_cpu.node import Node
 
-from sgl_ext.engine.middleware.errors import is_shaped
+from sgl_ext.compat.errors import is_shaped
 
 pytestmark = pytest.mark.wrong_requests
 _TRIES = 130

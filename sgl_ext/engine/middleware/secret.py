@@ -18,11 +18,11 @@ import time
 from collections.abc import Callable
 from typing import Any
 
+from sgl_ext.compat.error_shape import EngineError
+from sgl_ext.compat.errors import send_error
 from sgl_ext.engine.arguments import in_effect
 from sgl_ext.engine.core.counters import counter
 from sgl_ext.engine.core.request_context import current_dry_run
-from sgl_ext.engine.middleware.error_shape import EngineError
-from sgl_ext.engine.middleware.errors import send_error
 from sgl_ext.protocols.request_ids import HEADER as REQUEST_ID_HEADER
 from sgl_ext.requests.session import INTERNAL_HEADERS, REFUSED, SECRET_HEADER
 from sgl_ext.settings.schema import SettingsError

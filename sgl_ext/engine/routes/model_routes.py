@@ -9,8 +9,8 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
+from sgl_ext.compat.error_shape import EngineError
 from sgl_ext.engine import sglang_api
-from sgl_ext.engine.middleware.error_shape import EngineError
 from sgl_ext.protocols.models import (
     ANTHROPIC_HEADER,
     PATH,

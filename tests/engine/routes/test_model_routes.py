@@ -10,8 +10,8 @@ import pytest
 from starlette.applications import Starlette
 from starlette.testclient import TestClient
 
+from sgl_ext.compat.errors import ErrorMiddleware
 from sgl_ext.engine import sglang_api
-from sgl_ext.engine.middleware.errors import ErrorMiddleware
 from sgl_ext.engine.routes.model_routes import model_routes
 
 ANTHROPIC = {"anthropic-version": "2023-06-01"}

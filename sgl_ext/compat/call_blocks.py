@@ -21,7 +21,7 @@ from collections.abc import Callable, Iterator
 from itertools import pairwise
 from typing import Any, NamedTuple
 
-from sgl_ext.engine.answers.json_calls import JsonCalls, Part, Value, value_end
+from sgl_ext.compat.json_calls import JsonCalls, Part, Value, value_end
 from sgl_ext.requests.call_arguments import is_object
 
 _CALL = ("<tool_call>", "</tool_call>")

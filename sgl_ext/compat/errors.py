@@ -15,12 +15,12 @@ from typing import Any
 import orjson
 from starlette.datastructures import Headers, MutableHeaders
 
+from sgl_ext.compat import error_shape, faults
+from sgl_ext.compat.context_length import CODE as TOO_LONG
+from sgl_ext.compat.context_length import too_long
+from sgl_ext.compat.error_shape import INTERNAL, EngineError, scrubbed, shaped
 from sgl_ext.engine.core.request_context import context_in
 from sgl_ext.engine.core.request_names import request_id_of
-from sgl_ext.engine.middleware import error_shape, faults
-from sgl_ext.engine.middleware.context_length import CODE as TOO_LONG
-from sgl_ext.engine.middleware.context_length import too_long
-from sgl_ext.engine.middleware.error_shape import INTERNAL, EngineError, scrubbed, shaped
 from sgl_ext.protocols.anthropic import ANTHROPIC, status_of_type
 from sgl_ext.protocols.chat import OLLAMA_CHAT
 from sgl_ext.protocols.errors import OPENAI_ERRORS

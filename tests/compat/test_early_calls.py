@@ -18,7 +18,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sgl_ext.engine.answers import anthropic, early_calls, response_pieces, tool_calls
+from sgl_ext.compat import anthropic_answers, early_calls, response_pieces, tool_calls
 from sgl_ext.engine.core.request_context import RequestContext, enter
 
 CALLS = [("look", {"path": 'a "b" {\\'}), ("write", {"lines": [1, {"n": 2}]})]
@@ -82,8 +82,8 @@ def sglang() -> Iterator[SimpleNamespace]:
         patch.setattr(response_pieces, "in_effect", lambda: usual)
         stream_in_order = tool_calls.stream_in_order
         hook(found.chat.OpenAIServingChat, "_process_tool_call_stream", stream_in_order)
-        hook(found.chat.OpenAIServingChat, "_generate_chat_stream", anthropic.watch_stream)
-        hook(found.messages, "_wrap_sse_event", anthropic.complete_event)
+        hook(found.chat.OpenAIServingChat, "_generate_chat_stream", anthropic_answers.watch_stream)
+        hook(found.messages, "_wrap_sse_event", anthropic_answers.complete_event)
         hook(parsers, "parse_stream_chunk", tool_calls.hold_space)
         hook(parsers, "parse_stream_end", tool_calls.release_space)
         hook(detector.BaseFormatDetector, "parse_streaming_increment", tool_calls.parse_chunk)

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from sgl_ext.engine.answers import response_pieces
+from sgl_ext.compat import response_pieces
 from sgl_ext.engine.core.request_context import RequestContext, enter
 
 BEFORE, CALL, AFTER = "One. ", "<tool_call>\n{}\n</tool_call>", "\nTwo."

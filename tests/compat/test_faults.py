@@ -10,9 +10,9 @@ from fastapi import FastAPI, HTTPException, Request
 from starlette.responses import JSONResponse, StreamingResponse
 from starlette.testclient import TestClient
 
+from sgl_ext.compat import errors, faults
+from sgl_ext.compat.error_shape import EngineError, with_field
 from sgl_ext.engine.core.request_context import RequestContext, enter, put_on
-from sgl_ext.engine.middleware import errors, faults
-from sgl_ext.engine.middleware.error_shape import EngineError, with_field
 from sgl_ext.protocols.chat import CHAT
 from sgl_ext.protocols.responses import RESPONSES
 

@@ -13,7 +13,7 @@ import pytest
 import requests
 from sgl_ext_cpu.nursery import Nursery
 
-from sgl_ext.engine.http.window import announce, check_length, window_of
+from sgl_ext.compat.window import announce, check_length, window_of
 from tests.engine.scheduler.test_event_publisher import Engine, running_engine
 
 MEMORY, WINDOW = 3000, 2993

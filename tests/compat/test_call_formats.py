@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from sgl_ext.engine.answers import call_formats
+from sgl_ext.compat import call_formats
 
 NAMES = ("look", "write")
 BY_TAG = {"deepseekv32", "glm47", "hermes", "kimi_k2", "mistral", "qwen25", "qwen3_coder"}

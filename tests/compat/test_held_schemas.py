@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from sgl_ext.engine.answers.held_schemas import is_wrong, unheld, unheld_pattern
+from sgl_ext.compat.held_schemas import is_wrong, unheld, unheld_pattern
 
 _A = {"type": "object", "properties": {"a": {"const": 1}}, "required": ["a"]}
 _B = {"type": "object", "properties": {"b": {"const": 2}}, "required": ["b"]}

@@ -10,7 +10,7 @@ import orjson
 import pytest
 from fastapi import HTTPException
 
-from sgl_ext.engine.answers.anthropic import (
+from sgl_ext.compat.anthropic_answers import (
     complete_answer,
     complete_event,
     note_finish_reason,

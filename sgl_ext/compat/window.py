@@ -8,7 +8,7 @@ SGLang announces the context alone, and refuses a prompt that memory does not ho
 import logging
 from typing import Any
 
-from sgl_ext.engine.middleware.context_length import TooLong
+from sgl_ext.compat.context_length import TooLong
 from sgl_ext.engine.sglang_http_types import TokenizerManager
 
 _logger = logging.getLogger(__name__)

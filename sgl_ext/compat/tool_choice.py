@@ -17,8 +17,8 @@ has the allowed tools only, as in SGLang, and the request is counted.
 from dataclasses import dataclass, field
 from typing import Any
 
-from sgl_ext.engine.answers import call_formats
-from sgl_ext.engine.answers.held_schemas import BACKEND, checked_tools
+from sgl_ext.compat import call_formats
+from sgl_ext.compat.held_schemas import BACKEND, checked_tools
 from sgl_ext.engine.arguments import in_effect
 from sgl_ext.engine.core.counters import counter
 from sgl_ext.engine.core.request_context import RequestContext, current

@@ -12,10 +12,10 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from sgl_ext.engine.answers import tool_calls
-from sgl_ext.engine.answers.call_blocks import BLOCKS, Cutter
+from sgl_ext.compat import tool_calls
+from sgl_ext.compat.call_blocks import BLOCKS, Cutter
 from sgl_ext.engine.core.request_context import RequestContext, current, entered
-from tests.engine.answers.formats import WRITE
+from tests.compat.formats import WRITE
 
 FORMATS = sorted(BLOCKS)
 CALLS = [("look", {"path": "a b", "how": "well"}), ("write", {"text": "x\ny"})]

@@ -11,9 +11,9 @@ from typing import Any, NamedTuple
 
 import orjson
 
-from sgl_ext.engine.middleware import context_length
-from sgl_ext.engine.middleware.context_length import too_long
-from sgl_ext.engine.middleware.validation import fields_of, of_item, plain
+from sgl_ext.compat import context_length
+from sgl_ext.compat.context_length import too_long
+from sgl_ext.compat.validation import fields_of, of_item, plain
 from sgl_ext.protocols.anthropic import ANTHROPIC
 from sgl_ext.requests.places import value_at
 from sgl_ext.requests.protocol import ErrorShape, Protocol

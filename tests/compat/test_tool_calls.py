@@ -10,12 +10,7 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from sgl_ext.engine.answers.tool_calls import (
-    forward_unknown_tools,
-    hold_space,
-    parse_chunk,
-    release_space,
-)
+from sgl_ext.compat.tool_calls import forward_unknown_tools, hold_space, parse_chunk, release_space
 
 DECLARED = ("look", "write", "read")
 CALLS = [

@@ -9,8 +9,8 @@ from typing import Any
 
 import orjson
 
-from sgl_ext.engine.answers.call_blocks import BLOCKS, Cutter
-from sgl_ext.engine.answers.cut_answers import note_end
+from sgl_ext.compat.call_blocks import BLOCKS, Cutter
+from sgl_ext.compat.cut_answers import note_end
 from sgl_ext.engine.arguments import in_effect
 
 _DONE = "event: response.output_item.done\n"

@@ -18,7 +18,7 @@ from typing import Any
 
 import orjson
 
-from sgl_ext.engine.answers import response_pieces
+from sgl_ext.compat import response_pieces
 from sgl_ext.engine.sglang_http_types import ServingResponses
 from sgl_ext.engine.sglang_types import Original
 from sgl_ext.requests.places import value_at

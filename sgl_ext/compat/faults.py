@@ -14,8 +14,8 @@ from collections.abc import Awaitable, Callable
 from http import HTTPStatus
 from typing import Any
 
+from sgl_ext.compat.error_shape import EngineError, scrubbed
 from sgl_ext.engine.core.request_context import RequestContext, current
-from sgl_ext.engine.middleware.error_shape import EngineError, scrubbed
 
 _ENTRY = "sglang.srt.entrypoints"
 # For each logger, how a record begins that says what was wrong with a body.

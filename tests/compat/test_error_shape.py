@@ -16,8 +16,8 @@ from pydantic import BaseModel, model_validator
 from starlette.responses import JSONResponse, StreamingResponse
 from starlette.testclient import TestClient
 
-from sgl_ext.engine.middleware import errors
-from sgl_ext.engine.middleware.error_shape import (
+from sgl_ext.compat import errors
+from sgl_ext.compat.error_shape import (
     EngineError,
     error_of_validation,
     failed_event,

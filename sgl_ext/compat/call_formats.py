@@ -14,8 +14,8 @@ import json
 from collections.abc import Sequence
 from typing import Any
 
+from sgl_ext.compat.held_schemas import refuse_answer
 from sgl_ext.engine import sglang_api
-from sgl_ext.engine.answers.held_schemas import refuse_answer
 from sgl_ext.engine.sglang_http_types import FunctionCallParser
 
 _CALL = "<tool_call>"

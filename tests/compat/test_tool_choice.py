@@ -10,16 +10,11 @@ from unittest.mock import patch
 
 import pytest
 
-from sgl_ext.engine.answers import tool_choice
-from sgl_ext.engine.answers.tool_choice import (
-    constrain_calls,
-    hold_choice,
-    join_schema,
-    keep_tools,
-)
+from sgl_ext.compat import tool_choice
+from sgl_ext.compat.tool_choice import constrain_calls, hold_choice, join_schema, keep_tools
 from sgl_ext.engine.core.counters import counter
 from sgl_ext.engine.core.request_context import RequestContext, enter, entered
-from tests.engine.answers.test_call_formats import accepts, parser_of, written
+from tests.compat.test_call_formats import accepts, parser_of, written
 
 pytestmark = pytest.mark.filterwarnings("ignore:max_tokens is deprecated")
 NAMES = ("look", "write")

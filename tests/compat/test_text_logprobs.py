@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from sgl_ext_cpu.nursery import Nursery
 
-from sgl_ext.engine.answers.text_logprobs import Token, Tokens
+from sgl_ext.compat.text_logprobs import Token, Tokens
 from tests.engine.scheduler.test_event_publisher import Engine, running_engine
 
 INCLUDE = "message.output_text.logprobs"

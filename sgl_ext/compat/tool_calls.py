@@ -28,17 +28,10 @@ import uuid
 from collections.abc import AsyncIterator
 from typing import Any
 
+from sgl_ext.compat.call_blocks import BLOCKS, Block, Cutter, Foreign, Reader, Said
+from sgl_ext.compat.cut_answers import note_end, was_cut
+from sgl_ext.compat.early_calls import without_tails
 from sgl_ext.engine import sglang_api
-from sgl_ext.engine.answers.call_blocks import (
-    BLOCKS,
-    Block,
-    Cutter,
-    Foreign,
-    Reader,
-    Said,
-)
-from sgl_ext.engine.answers.cut_answers import note_end, was_cut
-from sgl_ext.engine.answers.early_calls import without_tails
 from sgl_ext.engine.core.counters import counter
 from sgl_ext.engine.core.request_context import current
 from sgl_ext.engine.sglang_http_types import FormatDetector

@@ -1,0 +1,1 @@
+"""What repairs SGLang: one file a fault, which ends with the version of SGLang that mends it."""

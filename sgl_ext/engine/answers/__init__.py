@@ -1,1 +1,0 @@
-"""What SGLang answers, completed: usage, stop reasons, signatures, and tool calls."""
