@@ -72,12 +72,12 @@ test-speeds: setup
 test-slow: setup
 	$(PYTHON) -m pytest -n $(TEST_PROCESSES) -m slow
 
-# All real clients, and the table of docs/clients.md from what was measured.
+# All real clients, and the table of docs/reference/clients.md from what was measured.
 test-clients: setup
 	$(PYTHON) -m pytest -n $(TEST_PROCESSES) -m installs
 	$(PYTHON) -m docs.clients_table
 
-# Engine tests with engines on this machine's GPU; skipped without one: docs/gpu.md.
+# Engine tests with engines on this machine's GPU; skipped without one: docs/how/measuring.md.
 test-gpu: setup
 	$(PYTHON) -m pytest --gpu $(GPU_TESTS)
 
@@ -85,7 +85,7 @@ test-gpu: setup
 gpu-report: setup
 	$(PYTHON) -m bench.gpu
 
-# docs/benchmarks.md, its plots and the README's table, measured here in about 45 minutes.
+# docs/measured.md, its plots and the README's table, measured here in about 45 minutes.
 # `make report REPORT='--full --gpu'`; see `python -m bench.report --help`.
 report: setup
 	$(PYTHON) -m bench.report $(REPORT)
@@ -109,7 +109,7 @@ constraints: setup
 	env -u UV_FIND_LINKS $(UV) pip compile pyproject.toml --quiet --upgrade --universal --python-version 3.11 \
 		--generate-hashes --no-annotate --no-header --output-file launch/constraints.txt
 
-# Both distributions, and what installs them, for machines that have no checkout: docs/install.md.
+# Both distributions, and what installs them, for machines that have no checkout: docs/guide/operations.md.
 wheels: setup
 	rm -rf dist
 	$(PYTHON) -m hatchling build --target wheel --directory dist

@@ -1,4 +1,4 @@
-"""Writes the table of clients in docs/clients.md from what `make test-clients` measured:
+"""Writes the table of clients in docs/reference/clients.md from what `make test-clients` measured:
 `python -m docs.clients_table`.
 
 A row that was not measured since the checkout was made remains as it is.
@@ -12,7 +12,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-PAGE = Path(__file__).with_name("clients.md")
+PAGE = Path(__file__).with_name("reference") / "clients.md"
 MEASURED = Path(__file__).parents[1] / ".run" / "clients"
 _BEGIN, _END = "<!-- Made by `python -m docs.clients_table`. -->", "<!-- The end of that. -->"
 _HEAD = (

@@ -1,4 +1,4 @@
-"""Writes the tables of docs/field-ranges.md from the code: `python -m docs.field_ranges`."""
+"""Writes the tables of docs/reference/limits.md from the code: `python -m docs.field_ranges`."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pathlib import Path
 from sgl_ext.engine.fields.checks import Check
 from sgl_ext.engine.fields.ranges import EMBEDDING, GENERATION, SAMPLING
 
-PAGE = Path(__file__).with_name("field-ranges.md")
+PAGE = Path(__file__).with_name("reference") / "limits.md"
 _BEGIN, _END = "<!-- Made by `python -m docs.field_ranges`: {} -->", "<!-- The end of that. -->"
 
 

@@ -1,4 +1,4 @@
-"""Writes the tables of docs/metrics.md from the code: `python -m docs.metrics_page`."""
+"""Writes the tables of docs/reference/metrics.md from the code: `python -m docs.metrics_page`."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from sgl_ext.balancer.routing.worker_sources import WorkerSources
 from sgl_ext.balancer.routing.workers import Workers
 from sgl_ext.engine.core.counters import COUNTERS, GAUGES
 
-PAGE = Path(__file__).with_name("metrics.md")
+PAGE = Path(__file__).with_name("reference") / "metrics.md"
 _BEGIN, _END = "<!-- Made by `python -m docs.metrics_page`: {} -->", "<!-- The end of that. -->"
 
 

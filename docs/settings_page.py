@@ -1,4 +1,4 @@
-"""Writes docs/settings.md from the schema: `python -m docs.settings_page`."""
+"""Writes docs/reference/settings.md from the schema: `python -m docs.settings_page`."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from sgl_ext.settings.fields import Field, fields_of
 from sgl_ext.settings.schema import BalancerSettings, EngineSettings
 from sgl_ext.settings.sources import TABLES
 
-PAGE = Path(__file__).with_name("settings.md")
+PAGE = Path(__file__).with_name("reference") / "settings.md"
 _HEAD = """# Settings
 
 <!-- Made by `python -m docs.settings_page`. Do not edit this page. -->
@@ -20,7 +20,8 @@ Every key is also a flag of `sgl-ext serve`: `pin-ttl-s = 60` in the file is \
 written with hyphens or underscores. `python -m sgl_ext.balancer.serve`, for a balancer without a \
 launcher, takes the flags of `[balancer]`, a `--worker URL` for each engine, and a `--config`.
 
-What says `yes` below "reload" changes [without a restart](reload.md) of anything.
+What says `yes` below "reload" changes \
+[without a restart](../guide/operations.md#reload-without-a-restart) of anything.
 
 A flag of a list can be repeated and adds to the list in the file; `--no-strip-headers` empties it \
 first. A flag that is true or false has a `--no-...` form. Times are at most a year.
@@ -35,12 +36,13 @@ No key is in there: `api-key` names the file or the variable that holds it.
 """
 _ABOUT = {
     "picker": "For `python -m sgl_ext.epp` alone, which takes the flags of `[balancer]`, too: "
-    "[gateways.md](gateways.md).",
+    "[gateways](../guide/fleet.md#behind-envoy-and-other-gateways).",
     "tenants": "A table for each tenant: `[tenants.NAME]`, or `--tenant NAME:weight=2,...`. "
-    "See [tenants.md](tenants.md).",
+    "See [tenants](../guide/tenants.md).",
     "hints": "A table for each tenant, kind of agent, harness or model whose requests get "
-    "[default hints](reload.md#default-hints): `[hints.tenant.NAME]`, `[hints.agent.NAME]`, "
-    "`[hints.harness.NAME]`, `[hints.model.NAME]`. There are no flags for them.",
+    "[default hints](../guide/operations.md#default-hints): `[hints.tenant.NAME]`, "
+    "`[hints.agent.NAME]`, `[hints.harness.NAME]`, `[hints.model.NAME]`. "
+    "There are no flags for them.",
     "engine": "SGLang's own flags without their dashes: true is a bare flag, false leaves it out, "
     "a list repeats values. A flag of SGLang's on the launcher's command line comes after these.",
 }
@@ -61,11 +63,17 @@ def _table(table: str, fields: Mapping[str, Field]) -> str:
     for name, field in fields.items():
         default = f"`{field.shown_default}`" if field.shown_default else ""
         key = f"`{name.replace('_', '-')}`"
-        text = re.sub(r"\b([\w-]+\.md)", r"[\1](\1)", field.help)
+        text = re.sub(r"\b(guide|how|reference|start)/([\w-]+)\.md", _link, field.help)
         reload = "yes" if is_row or field.reload.applies else "no"
         readers = _readers(name) if table != "hints" else "balancer"
         rows.append(f"| {key} | {default} | {field.allowed} | {readers} | {reload} | {text} |")
     return "\n".join(rows) + "\n"
+
+
+def _link(place: re.Match[str]) -> str:
+    folder, name = place.groups()
+    path = f"{name}.md" if folder == PAGE.parent.name else f"../{folder}/{name}.md"
+    return f"[{name}]({path})"
 
 
 def _readers(name: str) -> str:

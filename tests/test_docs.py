@@ -8,12 +8,18 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[1]
-PAGES = [*ROOT.glob("*.md"), *ROOT.glob("docs/*.md")]
-# Paths in docs/architecture.md begin at these.
+PAGES = [*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")]
+
+
+def _id(page: Path) -> str:
+    return page.relative_to(ROOT).as_posix()
+
+
+# Paths in docs/how/architecture.md begin at these.
 _PACKAGES = ("", "sgl_ext/", "sgl_ext/balancer/", "sgl_ext/engine/")
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+@pytest.mark.parametrize("page", PAGES, ids=_id)
 def test_every_path_that_a_page_names_exists(page: Path) -> None:
     text = page.read_text()
     named = re.findall(r"`((?:[\w.]+/)+[\w.]*)`", text)
@@ -25,7 +31,7 @@ def test_every_path_that_a_page_names_exists(page: Path) -> None:
     assert not missing
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+@pytest.mark.parametrize("page", PAGES, ids=_id)
 def test_every_link_of_a_page_leads_somewhere(page: Path) -> None:
     for target in re.findall(r"\]\(([^)\s]+)\)", page.read_text()):
         if "://" in target:

@@ -12,7 +12,7 @@ from sgl_ext.settings.sources import TABLES
 from tests.exported import declared
 
 ROOT = Path(__file__).parents[1]
-PAGE = (ROOT / "docs/troubleshooting.md").read_text()
+PAGE = (ROOT / "docs/guide/troubleshooting.md").read_text()
 CODE = [*re.findall(r"`([^`\n]+)`", PAGE), *re.findall(r"^    (.+)$", PAGE, re.MULTILINE)]
 # Of SGLang, and of other programs that the page calls.
 OTHERS = {

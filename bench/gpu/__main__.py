@@ -4,7 +4,8 @@
 
 runs for at most ten minutes, downloads nothing and puts no large model on the disk. It writes
 `report.md` and `report.json` into a folder. A step that fails is named, the others go on, and
-the exit status is 1. Without a GPU the same steps run on the CPU platform. See docs/gpu.md.
+the exit status is 1. Without a GPU the same steps run on the CPU platform.
+See docs/how/measuring.md.
 """
 
 from __future__ import annotations

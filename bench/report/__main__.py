@@ -1,9 +1,9 @@
-"""Measures what this project claims, and writes docs/benchmarks.md with its plots.
+"""Measures what this project claims, and writes docs/measured.md with its plots.
 
     make report
 
 runs the benches in quick form: about 45 minutes on two cores that have nothing else to do.
-It writes docs/benchmarks.json, docs/benchmarks.md, the plots in docs/images and the README's table.
+It writes docs/benchmarks.json, docs/measured.md, the plots in docs/images and the README's table.
 
 A run that was interrupted goes on where it ended, unless the code, the machine or the size is
 another. `--only` measures these steps alone. Steps that did not run stay on the page as they are.
@@ -38,7 +38,7 @@ from bench.report.steps import Result, run_step
 
 JSON, PAGE, README, IMAGES = (
     "docs/benchmarks.json",
-    "docs/benchmarks.md",
+    "docs/measured.md",
     "README.md",
     "docs/images",
 )

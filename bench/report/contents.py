@@ -30,7 +30,7 @@ SECTIONS = (
         "same bodies in turn. Host time is TTFT without the model's forward pass: it is what a "
         "GPU would not make faster.",
         engine_tables.warm_turn,
-        "warm.md",
+        "how/engine.md",
         "ttft-by-length",
     ),
     Section(
@@ -40,7 +40,7 @@ SECTIONS = (
         "is left out and all work on the host is there. A cold turn computes the whole history, "
         "and a warm turn adds a few words.",
         engine_tables.long_history,
-        "long-histories.md",
+        "reference/limits.md",
         "ttft-of-long-histories",
     ),
     Section(
@@ -50,7 +50,7 @@ SECTIONS = (
         "sessions share. The same prompt is sent without the line, with the line under a name that "
         "nothing removes, and with the line that the engine removes.",
         engine_tables.header_strip,
-        "strip.md",
+        "how/strip.md",
     ),
     Section(
         "pin_flood",
@@ -58,7 +58,7 @@ SECTIONS = (
         "Between two turns of a session come other prompts that are together larger than the "
         "cache. The share is of the tokens that the session's previous turn left in the cache.",
         engine_tables.pin_flood,
-        "pins.md",
+        "guide/pins.md",
         "cached-by-turn",
     ),
     Section(
@@ -69,7 +69,7 @@ SECTIONS = (
         "HiCache fills it with everything that is computed. Shares and TTFTs are of agents who "
         "came back. A session that moves goes on at another engine of the same machine.",
         engine_tables.tiers,
-        "tiers.md",
+        "guide/pins.md",
     ),
     Section(
         "priority",
@@ -78,7 +78,7 @@ SECTIONS = (
         "one. All arms get the same requests. The first load uses up the request slots, the second "
         "the memory of the key-value cache.",
         engine_tables.priority,
-        "priority.md",
+        "guide/priority.md",
         "ttft-under-pressure",
     ),
     Section(
@@ -88,14 +88,14 @@ SECTIONS = (
         "prompt that is known. In one arm nothing is prefilled ahead, in another the client sends "
         "what it knows as a request of its own.",
         engine_tables.speculative_prefill,
-        "prefill.md",
+        "guide/prefill.md",
     ),
     Section(
         "fanout",
         "Sub-agents that start together",
         "Eight requests with the same cold prefix arrive at one engine at the same time.",
         engine_tables.fanout,
-        "engine.md",
+        "how/engine.md",
     ),
     Section(
         "agents_jobs",
@@ -105,16 +105,16 @@ SECTIONS = (
         "scaled to how fast this machine computes a prompt. sgl-ext has its balancer in front, the "
         "others have none.",
         fleet_tables.agents_jobs,
-        "agents.md",
+        "guide/priority.md",
     ),
     Section(
         "agents_ablation",
         "Whole jobs of agents: what each part brings",
         "The same jobs with parts switched off: "
-        "[held requests](agents.md#more-agents-than-memory), and "
-        "[long windows](priority.md#how-long-a-window-is) in the queues.",
+        "[held requests](guide/priority.md#more-agents-than-memory), and "
+        "[long windows](guide/priority.md#how-long-a-window-is) in the queues.",
         fleet_tables.agents_jobs,
-        "agents.md",
+        "guide/priority.md",
     ),
     Section(
         "held_agents",
@@ -123,7 +123,7 @@ SECTIONS = (
         "holds some of them back, or none. Engines order their queues as ours do, or serve first "
         "what comes first.",
         fleet_tables.held_agents,
-        "agents.md",
+        "guide/priority.md",
     ),
     Section(
         "judges",
@@ -133,7 +133,7 @@ SECTIONS = (
         "two behind a router. All figures are the judges' own, except the cached share by "
         "engines, which is from the engines' metrics.",
         balancer_tables.judges,
-        "judges.md",
+        "how/measuring.md",
     ),
     Section(
         "routing",
@@ -142,7 +142,7 @@ SECTIONS = (
         "sgl-ext publish prefix events and take their queues in our order; the other routers have "
         "stock engines. vllm-router alone gets a session header, because its policy needs one.",
         balancer_tables.routing,
-        "routing.md",
+        "how/routing.md",
         "routers",
     ),
     Section(
@@ -151,14 +151,14 @@ SECTIONS = (
         "Sessions have the published shape of coding agents' work, and most of each prompt was "
         "sent before. In a second arm, engines behind sgl-ext serve first what comes first.",
         balancer_tables.routing,
-        "routing.md",
+        "how/routing.md",
     ),
     Section(
         "routing_unkind",
         "Routers: sessions of the published shape, less reuse",
         "The same shape, with prompts that repeat less.",
         balancer_tables.routing,
-        "routing.md",
+        "how/routing.md",
     ),
     Section(
         "routing_harnesses",
@@ -168,7 +168,7 @@ SECTIONS = (
         "that only answer. Moves are requests that came to another engine than the one before of "
         "the same conversation.",
         balancer_tables.routing_harnesses,
-        "routing.md",
+        "how/routing.md",
         "routers-one-harness",
     ),
     Section(
@@ -179,14 +179,14 @@ SECTIONS = (
         "learning how fast they are. No request has a session header; sticky knows the sessions by "
         "heart.",
         fleet_tables.unequal_engines,
-        "routing.md",
+        "how/routing.md",
     ),
     Section(
         "misroute",
         "Requests routed for a prefix that is gone",
         "Real engines with small caches evict, are flushed, are killed and return, under load.",
         balancer_tables.misroute,
-        "routing.md",
+        "how/routing.md",
     ),
     Section(
         "proxy",
@@ -194,7 +194,7 @@ SECTIONS = (
         "One worker answers at once, and each proxy in front of it runs on one core. nginx reads "
         "no body and knows no session: it shows what plain forwarding costs.",
         balancer_tables.proxy,
-        "balancer.md",
+        "how/routing.md",
         "proxy-cost",
     ),
     Section(
@@ -202,7 +202,7 @@ SECTIONS = (
         "Where a request's time goes in the balancer",
         "CPU time of each step of a request in the balancer's process, by the size of its body.",
         balancer_tables.proxy_profile,
-        "balancer.md",
+        "how/routing.md",
     ),
     Section(
         "index",
@@ -211,7 +211,7 @@ SECTIONS = (
         "Dynamo's index runs in the same Python process that calls it, as ours does. Dynamo's "
         "whole decision has no lookup in it, as its own index is empty here: it is its least.",
         balancer_tables.index,
-        "index.md",
+        "how/prefix-index.md",
         "decision-time",
     ),
     Section(
@@ -220,7 +220,7 @@ SECTIONS = (
         "The balancer's own router, index and sessions, in front of simulated engines in virtual "
         "time. Each engine has the same work in a fleet of any size.",
         fleet_tables.scale,
-        "fleet.md",
+        "guide/fleet.md",
     ),
     Section(
         "epp",
@@ -228,7 +228,7 @@ SECTIONS = (
         "One Envoy, two workers that answer at once, and the picker on a core of its own; Envoy, "
         "workers and load generator share another.",
         fleet_tables.epp,
-        "gateways.md",
+        "guide/fleet.md",
     ),
     Section(
         "tool_loop",
@@ -236,14 +236,14 @@ SECTIONS = (
         "A client makes 20 calls: with the whole conversation each time, with stored turns, and "
         "over a WebSocket. The engine answers at once.",
         balancer_tables.tool_loop,
-        "websocket.md",
+        "guide/contexts.md",
     ),
     Section(
         "store",
         "Stored turns and conversations",
         "What a call of the store takes.",
         balancer_tables.store,
-        "shared-store.md",
+        "guide/fleet.md",
     ),
     Section(
         "tenant_probe",
@@ -251,7 +251,7 @@ SECTIONS = (
         "A tenant sends a prefix that another tenant has sent, and a new one. If the first is "
         "faster, it shows that the prefix is cached.",
         engine_tables.tenant_probe,
-        "tenants.md",
+        "guide/tenants.md",
     ),
     Section(
         "templates",
@@ -260,13 +260,13 @@ SECTIONS = (
         "are of the tokens of answers that the next prompt has again, so that the cache has them. "
         "The CPU time is for 400 messages.",
         balancer_tables.templates,
-        "templates.md",
+        "guide/models.md",
     ),
     Section(
         "gpu",
         "On a GPU",
         "The steps of `make gpu-report` on this machine's GPU.",
         engine_tables.gpu,
-        "gpu.md",
+        "how/measuring.md",
     ),
 )

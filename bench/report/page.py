@@ -1,4 +1,4 @@
-"""docs/benchmarks.md and the README's part, from the document of a run.
+"""docs/measured.md and the README's part, from the document of a run.
 
 Every figure comes from the document. What was not measured, failed or was not valid says so.
 """
@@ -46,11 +46,11 @@ _OTHERS = """\
 
 | page | command |
 |---|---|
-| [clients.md](clients.md): the table of clients | `make test-clients` |
-| [chaos.md](chaos.md): faults under load | `python -m bench.chaos` |
+| [the table of clients](reference/clients.md) | `make test-clients` |
+| [faults under load](how/measuring.md#faults-under-load) | `python -m bench.chaos` |
 | memory and files over hours | `python -m bench.soak` |
 | answers of two ranks | `python -m bench.rank_agreement` |
-| [gpu.md](gpu.md): a GPU | `make gpu-report` |
+| [a GPU](how/measuring.md) | `make gpu-report` |
 """
 
 
@@ -83,7 +83,7 @@ def with_readme_part(readme: str, report: Report) -> str:
     some = (
         " Some figures are from another machine: the page says which." if _elsewhere(report) else ""
     )
-    lines += [f"{_measured_on(report)}{some} [All figures](docs/benchmarks.md).", "", _END]
+    lines += [f"{_measured_on(report)}{some} [All figures](docs/measured.md).", "", _END]
     made = re.compile(f"{re.escape(MADE)}.*?{re.escape(_END)}", re.DOTALL)
     return made.sub(lambda _: "\n".join(lines), readme)
 

@@ -124,7 +124,7 @@ _DIVERGENCE = row(
     "Where prompts diverge (sgl-ext doctor says where and what to do)",
     graph(
         "Tokens computed again, by kind",
-        "Prompt tokens lost in a second, by what differed, or evicted: docs/doctor.md.",
+        "Prompt tokens lost in a second, by what differed, or evicted: docs/guide/doctor.md.",
         (rate("sgl_ext_diverged_tokens_total", by="kind"), "{{kind}}"),
         unit="suffix: tok/s",
         stacked=True,

@@ -159,7 +159,7 @@ _TRAFFIC = row(
     ),
     graph(
         "Placements by reason",
-        "Why requests went where they went: docs/routing.md.",
+        "Why requests went where they went: docs/how/routing.md.",
         (rate("sgl_ext_placements_total", by="reason"), "{{reason}}"),
         unit="reqps",
         stacked=True,
@@ -234,7 +234,8 @@ _LOAD = row(
     ),
     bars(
         "Fullest tables",
-        "Size of bounded tables as a share of their bounds. docs/limits.md says what each drops.",
+        "Size of bounded tables as a share of their bounds. "
+        "docs/reference/limits.md says what each drops.",
         (
             f"topk(8, max by (table) (sgl_ext_table_size{{{OURS}}}"
             f" / (sgl_ext_table_limit{{{OURS}}} > 0)))",

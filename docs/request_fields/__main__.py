@@ -1,4 +1,4 @@
-"""Writes docs/request-fields.md: `python -m docs.request_fields [PYTHON]`.
+"""Writes docs/reference/request-fields.md: `python -m docs.request_fields [PYTHON]`.
 
 PYTHON is an interpreter that has a newer OpenAI SDK than SGLang's own.
 """
@@ -28,7 +28,7 @@ from docs.request_fields.states import (
 from sgl_ext.engine.fields.checks import Elsewhere, Internal
 from sgl_ext.engine.fields.ranges import GENERATION, SAMPLING
 
-PAGE = Path(__file__).parents[1] / "request-fields.md"
+PAGE = Path(__file__).parents[1] / "reference" / "request-fields.md"
 _ROOT = "request"
 _HEAD = """# Request fields
 
@@ -39,7 +39,7 @@ this page from requests with and without each field. Objects have the names of t
 |---|---|
 | acted on | with it, the model, its sampler or the cache gets something else than without it |
 | acted on in the balancer | the balancer does it, and an engine does not see the field |
-| translated or left out, and counted | [by this name](clients.md#what-is-translated) |
+| translated or left out, and counted | [by this name](../guide/clients.md#what-is-translated) |
 | refused by name | an error with status 400 |
 | harmless | nothing acts on it, and the answer means the same |
 """
@@ -80,7 +80,7 @@ async def _completions(observer: Observer) -> list[str]:
 def _generate() -> Iterator[str]:
     """The section of SGLang's own path, whose fields are those of its requests."""
     yield "\n## /generate, by SGLang's own classes\n"
-    yield "Their values are in [ranges of fields](field-ranges.md). Other fields are ignored.\n"
+    yield "Their values are in [ranges of fields](limits.md). Other fields are ignored.\n"
     yield "| field | state | |\n|---|---|---|"
     for prefix, table in (("", GENERATION), ("sampling_params.", SAMPLING)):
         groups: dict[tuple[str, str], list[str]] = defaultdict(list)

@@ -54,7 +54,7 @@ def require_secret(host: str) -> None:
     An engine without one believes everyone what only a balancer knows: tenant, group and wait.
     """
     if is_reachable(host) and EngineSettings.from_environment().engine_secret is None:
-        reason = "other machines can reach this address, so set engine-secret: docs/remote.md"
+        reason = "other machines can reach this address, so set engine-secret: docs/guide/fleet.md"
         raise ValueError(f"--host {host}: {reason}")
 
 
@@ -79,8 +79,9 @@ def report_parsers(original: Callable[[ServerArgs], None], server_args: ServerAr
         _logger.info("sgl-ext: parsers found in the model (auto): %s", ", ".join(chosen))
     for kind, (flag, loss) in _WITHOUT.items():
         if before[kind] == "auto" and after[kind] is None:
-            what = f"auto found none for this model, so {loss}; name one, or none: docs/models.md"
-            _logger.warning("sgl-ext: %s: %s", flag, what)
+            what = f"auto found none for this model, so {loss}"
+            do = "name one, or none: docs/guide/models.md"
+            _logger.warning("sgl-ext: %s: %s; %s", flag, what, do)
 
 
 def _parsers(server_args: ServerArgs) -> dict[str, str | None]:

@@ -1,7 +1,7 @@
 """What of SGLang the extension refuses at the start, and what it serves with some features off.
 
 A rule looks at SGLang's resolved arguments, its model and our settings, and stands for a row of
-docs/topologies.md. Whoever starts the engine raises, logs and counts what this finds.
+docs/guide/models.md. Whoever starts the engine raises, logs and counts what this finds.
 """
 
 from collections.abc import Callable, Iterable
@@ -41,7 +41,7 @@ def facts_of(server_args: ServerArgs) -> Facts:
 
 
 class Rule(NamedTuple):
-    """feature: the row in docs/topologies.md, and the label of the metric. flag: what to change.
+    """feature: the row in docs/guide/models.md, and the label of the metric. flag: what to change.
     why: what is refused or lost, the reason, and what to do."""
 
     feature: str

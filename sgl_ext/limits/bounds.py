@@ -1,4 +1,4 @@
-"""The fixed bounds of one connection and one request. docs/limits.md lists all bounds.
+"""The fixed bounds of one connection and one request. docs/reference/limits.md lists all bounds.
 
 Those that depend on a node's memory are settings (`sgl_ext/settings/schema.py`).
 """

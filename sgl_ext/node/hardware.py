@@ -26,7 +26,7 @@ _CPU_DEFAULTS = (
     *("--max-total-tokens", "131072", "--max-running-requests", "32", "--skip-server-warmup"),
     *("--cuda-graph-backend-decode", "disabled", "--cuda-graph-backend-prefill", "disabled"),
 )
-_SMALL = "For a small model on the CPU: --config cpu, or --platform cpu (docs/cpu.md)"
+_SMALL = "For a small model on the CPU: --config cpu, or --platform cpu (docs/start/developer.md)"
 
 
 class Hardware(NamedTuple):
@@ -161,9 +161,9 @@ def _no_gpu(listed: Listed, seen: Seen, given: str | None) -> str:
     there = f"{given or 'nvidia-smi'} lists {len(listed.ids)}, and {seen.build}, "
     there += f"sees {seen.count or 'none'}"
     if not (seen.cuda or seen.hip):
-        do = "install sgl-ext[engine] without the overrides for a CPU (docs/install.md)"
+        do = "install sgl-ext[engine] without the overrides for a CPU (docs/guide/operations.md)"
     else:
-        do = "update the driver (docs/install.md#on-gpus)"
+        do = "update the driver (docs/guide/operations.md#on-gpus)"
     warning = f" ({seen.warning})" if seen.warning else ""
     return f"GPUs cannot be used: {there}{warning}. What to do: {do}. {_SMALL}"
 

@@ -2,7 +2,7 @@
 
 Readers in this package take a `Protocol` and a parsed body. The instances are in
 `sgl_ext/protocols/`, a file for each protocol, and `sgl_ext/protocols/registry.py` finds the
-instance for a URL path. docs/adding-a-protocol.md shows how to add one.
+instance for a URL path. docs/how/architecture.md shows how to add one.
 """
 
 from collections import Counter

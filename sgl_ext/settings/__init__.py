@@ -1,1 +1,1 @@
-"""The settings of the launcher, the balancer and the engines; docs/settings.md lists them."""
+"""The settings of launcher, balancer and engines; docs/reference/settings.md lists them."""

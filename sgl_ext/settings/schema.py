@@ -1,7 +1,7 @@
 """Every setting, declared once: its type, range, default and meaning.
 
 Flags, the TOML file's keys, `--help`, range checks, the JSON that the launcher hands to its
-children and docs/settings.md are all made from these classes, so a new setting is one field.
+children and docs/reference/settings.md are made from these classes, so a new setting is one field.
 A field's class decides which process reads it and which table of the TOML file it stands in.
 Times are at most a year, as a range must end somewhere.
 """
@@ -29,7 +29,7 @@ _YEAR_S = 31_536_000.0
 
 
 class Reload(NamedTuple):
-    """Whether a setting can change without a restart, and why it cannot: reload.md."""
+    """Whether a setting can change without a restart, and why it cannot: guide/operations.md."""
 
     applies: bool = False
     why: str = "it is read at the start"
@@ -175,7 +175,7 @@ class Tenant(Struct, frozen=True):
 
 class DefaultHint(Struct, frozen=True):
     """Hints for the requests of a tenant, kind of agent, harness or model that give none
-    themselves: reload.md.
+    themselves: docs/guide/operations.md.
 
     of: one of HINTED. name: of the tenant, kind of agent, harness or model.
     """
@@ -184,9 +184,12 @@ class DefaultHint(Struct, frozen=True):
     name: str
     priority: Annotated[Priority | None, "Priority, at most the tenant's ceiling."] = None
     osl: Annotated[Amount | None, "Expected length of the answer, in tokens."] = None
-    prefill: Annotated[bool | None, "Whether to prefill the next turn ahead: prefill.md."] = None
+    prefill: Annotated[bool | None, "Whether to prefill the next turn ahead: guide/prefill.md."] = (
+        None
+    )
     ttl_s: Annotated[
-        UnmarkedTtl | None, "Lease of prompts without a mark, and of marks without a TTL: pins.md."
+        UnmarkedTtl | None,
+        "Lease of prompts without a mark, and of marks without a TTL: guide/pins.md.",
     ] = None
 
 
@@ -194,13 +197,13 @@ class RequestSettings(Settings, frozen=True, kw_only=True):
     """What the balancer and the engines must agree on."""
 
     strip_headers: Annotated[
-        tuple[HeaderName, ...], HASHED, "Header lines to remove: strip.md."
+        tuple[HeaderName, ...], HASHED, "Header lines to remove: how/strip.md."
     ] = (BILLING_HEADER,)
     sort_tools: Annotated[
         bool, HASHED, "Sort each request's tools by name, for a stable prefix."
     ] = False
     move_volatile_lines: Annotated[
-        bool, HASHED, "Move lines such as the date out of the system text: volatile-lines.md."
+        bool, HASHED, "Move lines such as the date out of the system text: how/strip.md."
     ] = False
     max_priority: Annotated[Priority, RELOADS, "Highest priority that a client can request."] = 100
     aging_s: Annotated[Seconds, RELOADS, "Wait that raises a priority by one; 0: never."] = 10.0
@@ -210,7 +213,7 @@ class RequestSettings(Settings, frozen=True, kw_only=True):
     engine_secret: Annotated[
         SecretSource | None,
         WATCHED,
-        "Secret that proves to an engine that a request is from its balancer: remote.md.",
+        "Secret that proves to an engine that a request is from its balancer: guide/fleet.md.",
     ] = None
     tenants: tuple[Tenant, ...] = ()
 
@@ -222,10 +225,10 @@ class BalancerSettings(RequestSettings, frozen=True, kw_only=True):
     port: Annotated[Port, OPENED, "Port to listen on. Engines use free ports above it."] = 30000
     processes: Annotated[Processes, OPENED, "Balancer processes that share the port."] = 1
     index_limit_bytes: Annotated[
-        IndexBytes, DIVIDED, "Memory of the prefix index when it is full: limits.md."
+        IndexBytes, DIVIDED, "Memory of the prefix index when it is full: reference/limits.md."
     ] = 256 * MIB
     api_key: Annotated[SecretSource | None, "Key for all requests but health checks."] = None
-    keys: Annotated[File | None, WATCHED, "Keys and limits of tenants: tenants.md."] = None
+    keys: Annotated[File | None, WATCHED, "Keys and limits of tenants: guide/tenants.md."] = None
     tenant_isolation: Annotated[
         Literal["auto", "on", "off"],
         HASHED,
@@ -235,7 +238,8 @@ class BalancerSettings(RequestSettings, frozen=True, kw_only=True):
     byte_budget: Annotated[
         Amount,
         DIVIDED,
-        "Bytes of bodies and answers in a process; 0: four of the largest body. limits.md.",
+        "Bytes of bodies and answers in a process; 0: four of the largest body. "
+        "reference/limits.md.",
     ] = 0
     max_connections: Annotated[Count, RELOADS, "Connections of clients to one process."] = 10_000
     max_in_flight: Annotated[Count, RELOADS, "Requests that one engine gets at the same time."] = (
@@ -247,37 +251,37 @@ class BalancerSettings(RequestSettings, frozen=True, kw_only=True):
     learn_speeds: Annotated[
         bool,
         RELOADS,
-        "Learn how much slower an engine is than others, and place by it: routing.md.",
+        "Learn how much slower an engine is than others, and place by it: how/routing.md.",
     ] = True
     queue_timeout_s: Annotated[PositiveSeconds, RELOADS, "Longest wait for capacity."] = 240.0
     first_byte_s: Annotated[
         Seconds,
         RELOADS,
         "Longest silence of a stream whose answer is awaited; then it says that it waits; 0: it "
-        "stays silent. clients.md.",
+        "stays silent. guide/clients.md.",
     ] = 10.0
     resend_s: Annotated[
         Seconds,
         RELOADS,
         "Time for which a stream goes on after its client has left, for a client that sends it "
-        "again; 0: it ends at once. clients.md.",
+        "again; 0: it ends at once. guide/clients.md.",
     ] = 5.0
     agent_hold_s: Annotated[
         Seconds,
         RELOADS,
         "Longest time that a request is held back while agents need more memory than there is; 0: "
-        "never. agents.md.",
+        "never. guide/priority.md.",
     ] = 20.0
     compile_timeout_s: Annotated[
         Seconds,
         "Longest silence of an engine that compiles, or has just started, before it is checked for "
-        "a hang: routing.md.",
+        "a hang: how/routing.md.",
     ] = 600.0
     drain_s: Annotated[
         Seconds, RELOADS, "Time for running requests to finish when the node stops."
     ] = 30.0
     warm_timeout_s: Annotated[
-        Seconds, "Longest wait for what engines hold, before /ready answers 200: replicas.md."
+        Seconds, "Longest wait for what engines hold, before /ready answers 200: guide/fleet.md."
     ] = 30.0
     log_format: Annotated[LogFormat, OPENED, "Lines of the balancer's and the launcher's logs."] = (
         "text"
@@ -299,7 +303,7 @@ class BalancerSettings(RequestSettings, frozen=True, kw_only=True):
     otlp_endpoint: Annotated[
         CollectorUrl | None,
         OPENED,
-        "Collector for OpenTelemetry spans, http://HOST:4318: tracing.md.",
+        "Collector for OpenTelemetry spans, http://HOST:4318: guide/doctor.md.",
     ] = None
     trace_share: Annotated[
         Share, OPENED, "Share of requests whose spans are exported, if their client does not say."
@@ -310,7 +314,7 @@ class BalancerSettings(RequestSettings, frozen=True, kw_only=True):
         OPENED,
         f"SQLite file for responses and contexts, {IN_MEMORY}, or the URL of a Redis or PostgreSQL "
         "that balancers share. The launcher's default is store.sqlite in log-dir. See "
-        "shared-store.md.",
+        "guide/fleet.md.",
     ] = None
     store_limit_bytes: Annotated[StoreBytes, "Largest size of the store; 0: no store."] = 1 << 30
     response_ttl_s: Annotated[
@@ -319,7 +323,7 @@ class BalancerSettings(RequestSettings, frozen=True, kw_only=True):
     workers_from: Annotated[
         tuple[WorkerSource, ...],
         WATCHED,
-        "Where more engines are listed, such as file:PATH; repeat. See membership.md.",
+        "Where more engines are listed, such as file:PATH; repeat. See guide/fleet.md.",
     ] = ()
     hints: tuple[DefaultHint, ...] = ()
     workers: Annotated[tuple[WorkerUrl, ...], "An engine to send requests to; repeat."] = ()
@@ -344,9 +348,9 @@ class PickerSettings(BalancerSettings, frozen=True, kw_only=True):
     """Of a balancer that a gateway asks where each request goes, too."""
 
     picker_host: Annotated[Text, OPENED, "Address that a gateway asks at."] = "127.0.0.1"
-    picker_port: Annotated[Port, OPENED, "Port that a gateway asks at, by gRPC: gateways.md."] = (
-        9002
-    )
+    picker_port: Annotated[
+        Port, OPENED, "Port that a gateway asks at, by gRPC: guide/fleet.md."
+    ] = 9002
     picker_tls_cert: Annotated[
         File | None, OPENED, "Certificate chain of that port, in PEM; without it: no TLS."
     ] = None
@@ -357,21 +361,22 @@ class PickerSettings(BalancerSettings, frozen=True, kw_only=True):
 
 class EngineSettings(RequestSettings, frozen=True, kw_only=True):
     keep_tools: Annotated[
-        bool, "Keep tools that tool_choice forbids in the prompt: clients.md."
+        bool, "Keep tools that tool_choice forbids in the prompt: guide/clients.md."
     ] = True
     sort_schema_keys: Annotated[
-        bool, "Sort the keys of tools' schemas, for a stable prefix: clients.md."
+        bool, "Sort the keys of tools' schemas, for a stable prefix: guide/clients.md."
     ] = False
-    pin_budget: Annotated[Share, RELOADS, "Share of the KV cache that pins can hold: pins.md."] = (
-        1 / 3
-    )
+    pin_budget: Annotated[
+        Share, RELOADS, "Share of the KV cache that pins can hold: guide/pins.md."
+    ] = 1 / 3
     host_pin_budget: Annotated[
-        Share, RELOADS, "Share of HiCache's host memory that spilled pins can hold: pins.md."
+        Share, RELOADS, "Share of HiCache's host memory that spilled pins can hold: guide/pins.md."
     ] = 0.5
     pin_owner_share: Annotated[
         PositiveShare,
         RELOADS,
-        "Most of the pin budget for one tenant; each of several is sure of an equal part: pins.md.",
+        "Most of the pin budget for one tenant; each of several is sure of an equal part: "
+        "guide/pins.md.",
     ] = 1.0
     pin_ttl_s: Annotated[TtlSeconds, RELOADS, "Lease of a pin whose request gives no TTL."] = 300.0
     pin_max_ttl_s: Annotated[TtlSeconds, RELOADS, "Longest lease of a pin."] = 3600.0
@@ -385,7 +390,7 @@ class EngineSettings(RequestSettings, frozen=True, kw_only=True):
         Literal["off", "hinted", "auto"],
         RELOADS,
         "Next turns to prefill before they are sent; hinted: those that a request asks for; auto: "
-        "also those of conversations that grow. See prefill.md.",
+        "also those of conversations that grow. See guide/prefill.md.",
     ] = "auto"
     prefill_ahead_slice_tokens: Annotated[Count, RELOADS, "Longest slice of a prefill ahead."] = (
         2048
@@ -393,10 +398,13 @@ class EngineSettings(RequestSettings, frozen=True, kw_only=True):
     prefill_ahead_evictable_share: Annotated[
         Share,
         RELOADS,
-        "Share of the KV cache that unread prefills may take from other prefixes: prefill.md.",
+        "Share of the KV cache that unread prefills may take from other prefixes: "
+        "guide/prefill.md.",
     ] = 0.05
-    warmup_requests: Annotated[File | None, "Requests to prefill at start: prefill.md."] = None
-    shared_prefixes: Annotated[File | None, "Prompts that tenants share: tenants.md."] = None
+    warmup_requests: Annotated[File | None, "Requests to prefill at start: guide/prefill.md."] = (
+        None
+    )
+    shared_prefixes: Annotated[File | None, "Prompts that tenants share: guide/tenants.md."] = None
     token_cache_bytes: Annotated[
         Amount, DIVIDED, "Memory for cached token ids and converted messages; 0: none."
     ] = 256 * MIB
@@ -414,13 +422,14 @@ class LaunchSettings(Settings, frozen=True, kw_only=True):
     platform: Annotated[
         Literal["gpu", "cpu"],
         ENGINES,
-        "What engines run on. Without a GPU nothing starts, unless this is cpu: cpu.md.",
+        "What engines run on. Without a GPU nothing starts, unless this is cpu: "
+        "start/developer.md.",
     ] = "gpu"
     engine_host: Annotated[
         Text, ENGINES, "Address that engines listen on; beyond loopback it needs engine-secret."
     ] = "127.0.0.1"
     ray_address: Annotated[
-        RayAddress | None, ENGINES, "Ray cluster whose nodes run the engines: ray.md."
+        RayAddress | None, ENGINES, "Ray cluster whose nodes run the engines: guide/fleet.md."
     ] = None
     ray_fleet: Annotated[FleetName, ENGINES, "Name of the engines of one launcher on Ray."] = (
         "sgl-ext"
@@ -433,10 +442,11 @@ class LaunchSettings(Settings, frozen=True, kw_only=True):
     ] = False
     restart_drain_s: Annotated[
         PositiveSeconds,
-        "Longest wait for the requests of one engine before a restart stops it: launch.md.",
+        "Longest wait for the requests of one engine before a restart stops it: "
+        "guide/operations.md.",
     ] = 600.0
     shared_tier_bytes: Annotated[
-        TierBytes, ENGINES, "Memory in which all engines share prefixes; 0: none. tiers.md"
+        TierBytes, ENGINES, "Memory in which all engines share prefixes; 0: none. guide/pins.md"
     ] = 0
     start_timeout_s: Annotated[PositiveSeconds, "Time for all engines to become ready."] = 1800.0
     log_dir: Annotated[Text, "Directory for the log of each process."] = ".run"

@@ -35,10 +35,10 @@ from sgl_ext.settings.schema import (
 from sgl_ext.settings.secrets import EngineSecret, is_reachable, read_api_key, read_store
 
 B = TypeVar("B", bound=BalancerSettings)
-NO_TLS = "plain HTTP to engines; encrypt the network between them: remote.md"
+NO_TLS = "plain HTTP to engines; encrypt the network between them: docs/guide/fleet.md"
 USE_RAY = (
     "SGLang's schedulers on Ray load no plugins (sglang#26723), so the extension would be missing "
-    "there; for engines on Ray use ray-address: ray.md"
+    "there; for engines on Ray use ray-address: docs/guide/fleet.md"
 )
 _BALANCER, _ENGINE = fields_of(BalancerSettings), fields_of(EngineSettings)
 TABLES: Mapping[str, Mapping[str, Field]] = {
@@ -258,7 +258,7 @@ def _add_flags(parser: argparse._ActionsContainer, fields: Mapping[str, Field]) 
             no_flag = f"--no-{name.replace('_', '-')}"
             parser.add_argument(no_flag, action="store_true", help="Empty that list first.")
     if "max_priority" in fields:
-        text = "Limits of one tenant; can be repeated. See tenants.md."
+        text = "Limits of one tenant; can be repeated. See docs/guide/tenants.md."
         parser.add_argument("--tenant", action="append", metavar=_TENANT_FORM, help=text)
 
 
@@ -382,7 +382,7 @@ def _launch_problems(settings: LaunchSettings) -> Iterator[_Problem]:
             reason = "engines on Ray listen on their nodes' addresses, so they need engine_secret"
             yield "ray_address", settings.ray_address, reason
     elif is_reachable(host) and settings.balancer.engine_secret is None:
-        reason = "other machines can reach it, so it needs engine_secret: remote.md"
+        reason = "other machines can reach it, so it needs engine_secret: docs/guide/fleet.md"
         yield "engine_host", host, reason
 
 

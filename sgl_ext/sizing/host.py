@@ -6,7 +6,7 @@ from dataclasses import asdict, dataclass
 from sgl_ext.settings.schema import BalancerSettings, EngineSettings
 
 _MIB = 1 << 20
-# docs/index.md and docs/limits.md.
+# docs/how/prefix-index.md and docs/reference/limits.md.
 _SEGMENT_BYTES = 70
 _SEGMENT_TOKENS = 1024
 _TABLES_BYTES = (64 + 64) * _MIB

@@ -8,7 +8,7 @@ from sgl_ext.sizing.model_config import ModelShape, SizingError
 GIB = 1 << 30
 _MIB = 1 << 20
 MAX_PINS = 4096
-"""Of one engine: pins.md."""
+"""Of one engine: docs/guide/pins.md."""
 # By SGLang's rule (0.5.23) for --mem-fraction-static: the GPU's memory in GiB below which a row
 # holds, tokens of a prefill chunk, and the largest batch of decode graphs with tp < 4 and from 4.
 _RESERVES = (

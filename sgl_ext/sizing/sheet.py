@@ -124,11 +124,11 @@ def _pays(document: dict[str, Any]) -> list[str]:
     node, load = document["node"], document["load"]
     resident, context = node["resident_sessions"], node["context_tokens"]
     if load["host_ms_stock"] is None:
-        first = f"  a warm turn of {context:,} tokens was not measured: docs/warm.md"
+        first = f"  a warm turn of {context:,} tokens was not measured: docs/how/engine.md"
     else:
         first = (
             f"  every warm turn: {load['host_ms']:g} ms of host time instead of "
-            f"{load['host_ms_stock']:g} (2 CPU cores: docs/warm.md)"
+            f"{load['host_ms_stock']:g} (2 CPU cores: docs/how/engine.md)"
         )
     lines = [
         first,

@@ -240,7 +240,7 @@ def test_a_shell_gets_verbs_from_the_command(
 def test_the_help_and_the_manual_list_every_verb(run: Run) -> None:
     code, out, _ = run()
     assert code == 0
-    manual = (ROOT / "docs/command.md").read_text()
+    manual = (ROOT / "docs/reference/command.md").read_text()
     group = get_command(app)
     assert isinstance(group, TyperGroup)
     for verb in group.commands:

@@ -148,4 +148,4 @@ FAMILIES: dict[str, dict[str, Any]] = {
     ),
     "MiniMax-M2": CONFIGS["MiniMax-M2"] | {"model_type": "minimax_m2"},
 }
-"""By the name that docs/topologies.md gives the family."""
+"""By the name that docs/guide/models.md gives the family."""

@@ -1,7 +1,7 @@
 """What SGLang chooses for each model family on CUDA devices, and what the extension does with it.
 
 There is no device: SGLang's own resolution runs with the platform's facts replaced. The table of
-docs/topologies.md is what is asserted.
+docs/guide/models.md is what is asserted.
 """
 
 from __future__ import annotations
@@ -123,8 +123,12 @@ def chosen(folder: Path, family: str, sm: int, *flags: str) -> Chosen:
 
 
 def rows() -> dict[str, list[str]]:
-    """The table of model families in docs/topologies.md, by family."""
-    section = (ROOT / "docs/topologies.md").read_text().partition("\n## Model families\n")[2]
+    """The table of model families in docs/guide/models.md, by family."""
+    section = (
+        (ROOT / "docs/guide/models.md")
+        .read_text()
+        .partition("\n## What SGLang chooses for a family\n")[2]
+    )
     lines = [line for line in section.partition("\n## ")[0].splitlines() if line.startswith("|")]
     cells = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines[2:]]
     return {row[0]: row[1:] for row in cells}

@@ -1,5 +1,5 @@
 """What an engine refuses at its start and what it serves without, by flag and by model; and that
-docs/topologies.md says so."""
+docs/guide/models.md says so."""
 
 from __future__ import annotations
 
@@ -292,7 +292,8 @@ class Row(SimpleNamespace):
 
 
 def rows() -> list[Row]:
-    text = (ROOT / "docs/topologies.md").read_text().partition("\n## ")[0]
+    page = (ROOT / "docs/guide/models.md").read_text()
+    text = page.partition("\n## Features of SGLang\n")[2].partition("\n#")[0]
     cells = [
         [cell.strip() for cell in line.strip("|").split("|")]
         for line in text.splitlines()

@@ -106,7 +106,7 @@ def test_the_protocol_of_a_body_is_detected(
 
 
 def test_a_protocol_needs_only_paths_errors_and_its_prompts_fields() -> None:
-    """The example of docs/adding-a-protocol.md."""
+    """The example of docs/how/architecture.md."""
     example = Protocol(
         paths=("/v2/chat",),
         errors=OPENAI_ERRORS,

@@ -14,7 +14,7 @@ from sgl_ext.settings.sources import launch_settings
 
 ROOT = Path(__file__).parents[2]
 FAMILIES = {name: path for name, path in recipes().items() if name.startswith("models/")}
-PAGE = (ROOT / "docs/models.md").read_text()
+PAGE = (ROOT / "docs/guide/models.md").read_text()
 
 
 def variants(path: Path) -> list[str]:

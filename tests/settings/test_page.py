@@ -1,4 +1,4 @@
-"""docs/settings.md and the files in launch/ agree with the schema."""
+"""docs/reference/settings.md and the files in launch/ agree with the schema."""
 
 from __future__ import annotations
 

@@ -24,7 +24,7 @@ from sgl_ext.balancer.server import Balancer
 from sgl_ext.settings.schema import BalancerSettings
 
 MOST_MS = 250.0
-"""No request may stop the loop for longer: docs/limits.md."""
+"""No request may stop the loop for longer: docs/reference/limits.md."""
 _TIMER_S = 0.001
 _TIMEOUT_S = 60.0
 

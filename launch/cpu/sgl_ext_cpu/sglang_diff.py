@@ -10,7 +10,7 @@ not imported. One line for each change:
     type        an attribute that is declared with another type
     source      a function with another body, which may still do the same
 
-See docs/upgrading.md.
+See docs/guide/operations.md.
 """
 
 from __future__ import annotations

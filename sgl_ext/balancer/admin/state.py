@@ -4,8 +4,8 @@
          |                                                                |
          '--> document(services, parts of the other processes) <----------'
 
-docs/page.md describes its fields. What is not known is null. Lists are bounded: what they leave
-out is the smallest or the oldest, and `counts` has how many there are.
+docs/guide/operations.md describes its fields. What is not known is null. Lists are bounded: what
+they leave out is the smallest or the oldest, and `counts` has how many there are.
 """
 
 import asyncio
@@ -121,7 +121,9 @@ def _engine(worker: Worker, child: Mapping[str, Any], hit_rate: float | None) ->
 def _note(worker: Worker) -> str:
     """What works less well than usual."""
     off = f"caches off: {', '.join(worker.caches_off)}" if worker.caches_off else ""
-    less = f"with less: {', '.join(worker.degraded)} (topologies.md)" if worker.degraded else ""
+    less = ""
+    if worker.degraded:
+        less = f"with less: {', '.join(worker.degraded)} (docs/guide/models.md)"
     return "; ".join(note for note in (worker.unpublished, off, less) if note)
 
 

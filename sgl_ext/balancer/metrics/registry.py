@@ -1,4 +1,4 @@
-"""The balancer's metrics: their names, labels and HELP texts. docs/metrics.md is made of them."""
+"""The balancer's metrics: names, labels and HELP texts. docs/reference/metrics.md lists them."""
 
 from bisect import bisect_right
 

@@ -14,8 +14,8 @@ the cheapest first, at most MOST_WORKERS of them, with their costs as `explain` 
 prompt, and generated. `prefix_hash` is
 equal for prompts of a tenant and a model that have the same tools and instructions in the same
 order, `tools_hash` for those with the same tools; both are null if there are none. `divergence`
-is null unless the prompt diverges from an earlier one (docs/doctor.md). `saved_bytes` is what the
-client did not send because its request named what is stored.
+is null unless the prompt diverges from an earlier one (docs/guide/doctor.md). `saved_bytes` is what
+the client did not send because its request named what is stored.
 
 `harness` and `client` are what the client says about itself (`requests/client_facts.py`).
 `session` is the id that the client states, and after a slash that of its sub-agent, or a hash

@@ -119,7 +119,8 @@ GAUGES: dict[str, tuple[str, ...]] = {
         *("version", "commit", "sglang"),
     ),
     "degraded": (
-        "Features of SGLang with which the extension does less: topologies.md. The value is 1.",
+        "Features of SGLang with which the extension does less: docs/guide/models.md. "
+        "The value is 1.",
         "feature",
     ),
     "table_size": ("Entries or bytes in a bounded table.", "table", "unit"),

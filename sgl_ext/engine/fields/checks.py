@@ -1,7 +1,7 @@
 """Kinds of checks of one value. Each says what is wrong with a value, and what it takes.
 
 `wrong(value, model)` returns what a value must be, or None if it is right. A value that is None or
-absent is right: SGLang then takes its default. `str(check)` is the text of docs/limits.md.
+absent is right: SGLang then takes its default. `str(check)` is text in docs/reference/limits.md.
 """
 
 import math

@@ -182,7 +182,7 @@ GENERATION: Mapping[str, Check] = {
     "images_config": _MEDIA,
     "mm_processor_kwargs": _MEDIA,
     "cache_salt": _KEY,
-    "kv_hints": Elsewhere("[cache marks](pins.md)"),
+    "kv_hints": Elsewhere("[cache marks](../guide/pins.md)"),
 }
 """The fields of `GenerateReqInput`."""
 EMBEDDING: Mapping[str, Check] = {

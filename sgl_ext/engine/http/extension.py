@@ -37,7 +37,7 @@ class HttpExtension:
     is_ending: after SIGTERM and the last request.
     settings_number: the version of the settings that were changed since the start; 0: none.
     broadcasters: of the prefix events of each data-parallel rank.
-    degraded: what the engine serves without, as rows of docs/topologies.md.
+    degraded: what the engine serves without, as rows of docs/guide/models.md.
     token_cache, message_cache, next_turns: None until the server starts, or if they are off.
     """
 

@@ -59,13 +59,14 @@ def why_one_start(settings: LaunchSettings) -> str:
     nodes = values_of(settings.engine_args).get("--nnodes", 1)
     if nodes == 1:
         return ""
-    return f"--nnodes={nodes}: the engine's other machines must start again, too: docs/nodes.md"
+    reason = "the engine's other machines must start again, too: docs/guide/fleet.md"
+    return f"--nnodes={nodes}: {reason}"
 
 
 def _check_machines(settings: LaunchSettings, given: Mapping[str, Any]) -> None:
     nodes, rank = given.get("--nnodes", 1), given.get("--node-rank", 0)
     if rank > 0:
-        reason = f"it has no HTTP server; start it with {_SERVE}: nodes.md"
+        reason = f"it has no HTTP server; start it with {_SERVE}: docs/guide/fleet.md"
         raise SettingsError(f"--node-rank={rank}: only the first machine has a launcher; {reason}")
     if nodes == 1:
         return

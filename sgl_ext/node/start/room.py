@@ -55,7 +55,7 @@ def check_disks(settings: LaunchSettings) -> str:
             least = f"logs and the store need {shown(LEAST_DISK_BYTES)} at least"
             raise SettingsError(f"{name}={path!r}: its disk has {shown(free)} free; {least}")
         if free < size:
-            most = f"logs and the store may grow to {shown(size)} (docs/limits.md)"
+            most = f"logs and the store may grow to {shown(size)} (docs/reference/limits.md)"
             return f"{name}={path!r}: its disk has {shown(free)} free, and {most}"
     return ""
 
@@ -118,7 +118,7 @@ def check_host_pools(settings: LaunchSettings, found: Hardware, free: int | None
         if settings.instances == 1 or is_divided:
             return ""
         reason = "each sizes its host pool by all memory that is free when it starts"
-        return f"instances={settings.instances}: {reason}; set --hicache-size (docs/tiers.md)"
+        return f"instances={settings.instances}: {reason}; set --hicache-size (docs/guide/pins.md)"
     free = free_memory() if free is None else free
     if free is None:
         return ""

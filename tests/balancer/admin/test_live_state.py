@@ -143,7 +143,7 @@ async def test_it_names_the_caches_that_an_engine_turned_off(start: Start) -> No
 async def test_it_names_the_features_with_which_an_engine_does_less(start: Start) -> None:
     client = await start(reporting({"snapshot": True, "degraded": ["HiCache", "FlexKV"]}))
     found = await state_with(client, lambda state: bool(state["engines"][0]["note"]))
-    assert found["engines"][0]["note"].endswith("with less: HiCache, FlexKV (topologies.md)")
+    assert found["engines"][0]["note"].endswith("with less: HiCache, FlexKV (docs/guide/models.md)")
 
 
 async def test_what_is_not_known_is_null(start: Start) -> None:
