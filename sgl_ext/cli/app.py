@@ -3,26 +3,44 @@
 Exit codes: 0 done; 1 the node said no, is not ready or is not there; 2 the command line is wrong.
 """
 
+import os
 from collections.abc import Callable, Sequence
+from enum import StrEnum
 from typing import Annotated
 
 import typer
 
-from sgl_ext.cli import bench, engines, passed_on, pins, prompts, reload, status, top
-from sgl_ext.cli.clients.verb import clients
-from sgl_ext.cli.completion import PROGRAM, answer_shell, completion
-from sgl_ext.cli.context.verbs import app as contexts
+from sgl_ext.cli import bench, engines, pins, prompts, status, top
+from sgl_ext.cli.clients import clients
+from sgl_ext.cli.contexts import app as contexts
 from sgl_ext.cli.node import NodeError, UsageError
 from sgl_ext.cli.show import console, plain, warn
 from sgl_ext.version import versions
 
+PROGRAM = "sgl-ext"
 _INTERRUPTED = 130
-
 app = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Runs the command. Raises SystemExit with its exit code."""
+    answer_shell()
+    try:
+        code = app(args=argv, prog_name=PROGRAM, standalone_mode=False)
+    except (typer.TyperException, UsageError) as error:
+        message = error.format_message() if isinstance(error, typer.TyperException) else str(error)
+        warn(message)
+        code = 2
+    except NodeError as error:
+        warn(str(error))
+        code = 1
+    except typer.Abort:
+        code = _INTERRUPTED
+    raise SystemExit(code)
 
 
 def _show_version(wanted: bool) -> None:
@@ -48,35 +66,89 @@ def sgl_ext(
         print(context.get_help())
 
 
+# Of a verb that passes its words on to another command line: --help, too, is in the context's args.
+_AS_IT_IS: dict[str, object] = {
+    "ignore_unknown_options": True,
+    "allow_extra_args": True,
+    "help_option_names": [],
+}
+
+
+def serve(context: typer.Context) -> None:
+    """Start engines and one balancer in front of them.
+
+    Flags that are not the launcher's go to every engine. --help lists the launcher's.
+    """
+    from sgl_ext.launch import main
+
+    main(context.args)
+
+
+def keys(context: typer.Context) -> None:
+    """Create, list and revoke the API keys in a key file."""
+    from sgl_ext.keys import main
+
+    main(context.args)
+
+
+def size(context: typer.Context) -> None:
+    """Tell how many tokens, sessions and pins fit a model and a GPU."""
+    from sgl_ext.sizing.__main__ import run
+
+    raise typer.Exit(run(context.args))
+
+
+def recipes(context: typer.Context) -> None:
+    """List, print or copy the settings, alerts and manifests that come with sgl-ext."""
+    from sgl_ext.recipes.__main__ import run
+
+    raise typer.Exit(run(context.args))
+
+
+_VARIABLE = "_SGL_EXT_COMPLETE"
+
+
+class Shell(StrEnum):
+    BASH = "bash"
+    ZSH = "zsh"
+    FISH = "fish"
+
+
+def completion(
+    context: typer.Context, shell: Annotated[Shell, typer.Argument(help="The shell.")]
+) -> None:
+    """Print a script that completes verbs and options in a shell.
+
+    bash: eval "$(sgl-ext completion bash)" in ~/.bashrc. zsh: the same in ~/.zshrc, after
+    compinit. fish: sgl-ext completion fish > ~/.config/fish/completions/sgl-ext.fish
+    """
+    # The command prints its script if it is started with this variable.
+    os.environ[_VARIABLE] = f"source_{shell.value}"
+    answer_shell()
+    context.find_root().command.main(args=[], prog_name=PROGRAM, complete_var=_VARIABLE)
+
+
+def answer_shell() -> None:
+    """Lets the command answer if a shell asks for completions. Call it before the command."""
+    if _VARIABLE in os.environ:
+        # Typer itself calls it only for options of its own that do what `completion` does.
+        from typer.completion import completion_init  # type: ignore[attr-defined]
+
+        completion_init()
+
+
 _START, _LOOK, _CHANGE = "Start a node", "Look at a running node", "Change a running node"
 _PREPARE = "Prepare"
 _VERBS: dict[str, list[Callable[..., None]]] = {
-    _START: [passed_on.serve],
+    _START: [serve],
     _LOOK: [status.status, top.top, prompts.explain, prompts.doctor, clients, bench.bench],
-    _CHANGE: [engines.restart, engines.drain, engines.add, reload.reload],
-    _PREPARE: [passed_on.size, passed_on.recipes, passed_on.keys, completion],
+    _CHANGE: [engines.restart, engines.drain, engines.add, engines.reload],
+    _PREPARE: [size, recipes, keys, completion],
 }
 for panel, verbs in _VERBS.items():
     for verb in verbs:
-        is_own = verb.__module__ != passed_on.__name__
-        settings = {} if is_own else passed_on.AS_IT_IS
+        is_own = verb not in (serve, keys, size, recipes)
+        settings = {} if is_own else _AS_IT_IS
         app.command(rich_help_panel=panel, context_settings=settings, add_help_option=is_own)(verb)
 app.add_typer(pins.app, name="pins", rich_help_panel=_LOOK)
 app.add_typer(contexts, name="context", rich_help_panel=_CHANGE)
-
-
-def main(argv: Sequence[str] | None = None) -> None:
-    """Runs the command. Raises SystemExit with its exit code."""
-    answer_shell()
-    try:
-        code = app(args=argv, prog_name=PROGRAM, standalone_mode=False)
-    except (typer.TyperException, UsageError) as error:
-        message = error.format_message() if isinstance(error, typer.TyperException) else str(error)
-        warn(message)
-        code = 2
-    except NodeError as error:
-        warn(str(error))
-        code = 1
-    except typer.Abort:
-        code = _INTERRUPTED
-    raise SystemExit(code)

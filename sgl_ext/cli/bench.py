@@ -11,8 +11,7 @@ from typing import Annotated
 
 import typer
 
-from sgl_ext.cli.node import Node, NodeError, UsageError, node_at
-from sgl_ext.cli.options import HERE, Key, Url
+from sgl_ext.cli.node import HERE, Key, Node, NodeError, Url, UsageError, node_at
 from sgl_ext.cli.show import warn
 
 _GROUPS = 4

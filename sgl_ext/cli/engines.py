@@ -1,4 +1,4 @@
-"""Verbs that change which engines there are, and how they run: `restart`, `drain`, `add`."""
+"""Verbs that change engines: `restart`, `drain`, `add`, `reload`."""
 
 import time
 from typing import Annotated, Any
@@ -7,12 +7,12 @@ from urllib.parse import quote
 import typer
 from rich.text import Text
 
-from sgl_ext.cli.node import Node, NodeError, UsageError, node_at
-from sgl_ext.cli.options import HERE, Json, Key, Url
+from sgl_ext.cli.node import HERE, Json, Key, Node, NodeError, Url, UsageError, node_at
 from sgl_ext.cli.show import console, plain, print_json, print_record, state, warn
 
 _RESTART = "/sgl_ext/restart"
 _WORKERS = "/sgl_ext/workers"
+_RELOAD = "/sgl_ext/reload"
 _POLL_S = 0.5
 # While a balancer restarts, it does not answer.
 _SILENCE_S = 30.0
@@ -158,3 +158,21 @@ def _find(node: Node, name: str) -> dict[str, Any]:
             raise UsageError(f"{name} may be {' or '.join(row['id'] for row in found)}")
     known = ", ".join(row["id"] for row in rows) or "none"
     raise NodeError(f"no engine is {name}; there are: {known}")
+
+
+def reload(url: Url = HERE, key: Key = None, as_json: Json = False) -> None:
+    """Read the node's configuration again, and apply what can change while it runs."""
+    document = node_at(url, key).post(_RELOAD)
+    refused = [row for row in document.get("engines", ()) if not row.get("applied")]
+    if as_json:
+        print_json(document)
+        raise typer.Exit(bool(refused))
+    shown = console()
+    changed = ", ".join(map(str, document["changed"]))
+    shown.print(plain(f"changed: {changed}" if changed else "nothing has changed"))
+    for row in document["unchanged_until_restart"]:
+        shown.print(plain(f"not before a restart: {row['key']}: {row['why']}"))
+    for row in refused:
+        shown.print(plain(f"not by {row['id']}: {row.get('why')}"))
+    if refused:
+        raise typer.Exit(1)

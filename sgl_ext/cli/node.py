@@ -8,8 +8,10 @@ import json
 import os
 from collections.abc import Iterator
 from contextlib import closing, contextmanager
-from typing import Any
+from typing import Annotated, Any
 from urllib.parse import urlsplit
+
+from typer import Option
 
 DEFAULT_URL = "http://127.0.0.1:30000"
 KEY_VARIABLE = "SGL_EXT_API_KEY"
@@ -153,3 +155,21 @@ def node_at(url: str, key: str | None) -> Node:
         return Node(url, read_source("--key", key))
     except SettingsError as error:
         raise UsageError(str(error)) from None
+
+
+Url = Annotated[
+    str,
+    Option(
+        "--url", envvar="SGL_EXT_URL", metavar="URL", help="The node's address.", show_default=True
+    ),
+]
+Key = Annotated[
+    str | None,
+    Option(
+        "--key",
+        metavar="SOURCE",
+        help=f"Its key: file:PATH or env:VARIABLE. Default: the variable {KEY_VARIABLE}.",
+    ),
+]
+Json = Annotated[bool, Option("--json", help="Print JSON for programs.")]
+HERE = DEFAULT_URL

@@ -5,8 +5,7 @@ from urllib.parse import quote
 
 import typer
 
-from sgl_ext.cli.node import UsageError, node_at
-from sgl_ext.cli.options import HERE, Json, Key, Url
+from sgl_ext.cli.node import HERE, Json, Key, Url, UsageError, node_at
 from sgl_ext.cli.show import console, duration, plain, print_json, table
 
 _PATH = "/v1/pins"

@@ -2,19 +2,19 @@
 
 import json
 import os
+import subprocess
 import sys
 from collections.abc import Mapping
 from datetime import datetime
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Annotated, Any
 from urllib.parse import quote
 
 import typer
 
-from sgl_ext.cli.node import KEY_VARIABLE, NodeError, UsageError, node_at
-from sgl_ext.cli.options import HERE, Json, Key, Url
+from sgl_ext.cli.node import HERE, KEY_VARIABLE, Json, Key, NodeError, Url, UsageError, node_at
 from sgl_ext.cli.show import console, print_json, print_record, table, warn
-from sgl_ext.cli.template import show_template
 
 _EXPLAIN = "/sgl_ext/explain"
 _PAST = "/sgl_ext/requests"
@@ -166,3 +166,22 @@ def doctor(
         key = f"env:{KEY_VARIABLE}"
     flags += ["--api-key", key] if key is not None else []
     raise typer.Exit(main(["--url", node_at(url, None).url, *flags]))
+
+
+_MODULE = "sgl_ext.engine.http.template_folder"
+
+
+def show_template(folder: Path, *, as_json: bool) -> None:
+    """Prints it. Raises UsageError and NodeError."""
+    if not folder.is_dir():
+        raise UsageError(f"doctor: --template={str(folder)!r}: is no folder")
+    if find_spec("sglang") is None:
+        raise UsageError("doctor: --template needs SGLang: pip install 'sgl-ext[engine]'")
+    environment = os.environ | {"PYTHONWARNINGS": "ignore", "HF_HUB_OFFLINE": "1"}
+    command = [sys.executable, "-m", _MODULE, str(folder)]
+    ended = subprocess.run(command, env=environment, capture_output=True, text=True)
+    if ended.returncode:
+        lines = ended.stderr.strip().splitlines() or ["it ended without a word"]
+        raise NodeError(f"doctor: {lines[-1]}")
+    facts = json.loads(ended.stdout)
+    print_json(facts) if as_json else print_record(facts)

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from aiohttp import web
 
-from sgl_ext.cli.context.repository import MAX_FILE_BYTES, files_of, read_repository
+from sgl_ext.cli.context_build import MAX_FILE_BYTES, files_of, read_repository
 from sgl_ext.cli.node import UsageError
 from tests.balancer.conftest import Engine, Start, start
 from tests.cli.conftest import Run

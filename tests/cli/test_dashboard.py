@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from sgl_ext.cli.dashboard import dashboard, shared_out, sparkline
 from sgl_ext.cli.node import Node
-from sgl_ext.cli.state import read_state
+from sgl_ext.cli.status import read_state
+from sgl_ext.cli.top import dashboard, shared_out, sparkline
 from tests.cli.fake_node import state_of
 
 NODE = Node("http://box:30000")

@@ -4,17 +4,14 @@ import json
 import os
 import time
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
+from urllib.parse import quote
 
 import typer
 
-from sgl_ext.cli.node import Node, NodeError, UsageError, node_at
-from sgl_ext.cli.options import HERE, Json, Key, Url
+from sgl_ext.cli.node import HERE, Json, Key, Node, NodeError, Url, UsageError, node_at
 from sgl_ext.cli.prompts import STDIN, path_for, read_body
 from sgl_ext.cli.show import console, duration, plain, print_json, table, warn
-
-if TYPE_CHECKING:
-    from sgl_ext.cli.context.last_build import Build
 
 _PATH = "/v1/contexts"
 _MOST_NAME_CHARS = 128
@@ -58,9 +55,17 @@ def build(
 
     Built again, it names the block that changed since the last time.
     """
-    from sgl_ext.cli.context import last_build
-    from sgl_ext.cli.context.repository import read_repository
-    from sgl_ext.cli.context.source import Source, tools_source
+    from sgl_ext.cli.context_build import (
+        Source,
+        build_of,
+        changes,
+        read_captured,
+        read_last_build,
+        read_repository,
+        state_path,
+        tools_source,
+        write_build,
+    )
 
     if request is not None and (tools or document or folder != Path(".")):
         raise UsageError("--request: cannot be combined with FOLDER, --tools or --document")
@@ -68,8 +73,6 @@ def build(
     skipped: list[str] = []
     covers: dict[str, int] | None = None
     if request is not None:
-        from sgl_ext.cli.context.captured import read_captured
-
         body = read_body(request)
         sources, covers = read_captured(path or path_for(body, request), body, request)
     else:
@@ -84,9 +87,9 @@ def build(
         raise UsageError(f"{of}: has nothing for a context: no rules, skills, tools or files")
     name = (name or of.name)[:_MOST_NAME_CHARS]
     made = node.post(_PATH, {"name": name, "blocks": blocks})
-    state = state or (None if request == STDIN else last_build.state_path(of, dict(os.environ)))
-    old = _read_last(state)
-    changed = [] if old is None else last_build.changes(old, sources)
+    state = state or (None if request == STDIN else state_path(of, dict(os.environ)))
+    old = read_last_build(state)
+    changed = [] if old is None else changes(old, sources)
     document_ = {
         **made,
         "tokens": _tokens(node, made["context_id"]),
@@ -102,20 +105,9 @@ def build(
         _print_build(document_, is_first=old is None)
     if state is not None:
         try:
-            last_build.write_build(state, last_build.build_of(made["context_id"], sources))
+            write_build(state, build_of(made["context_id"], sources))
         except OSError as error:
             warn(f"{state}: {error.strerror}; the next build cannot name what changed")
-
-
-def _read_last(state: Path | None) -> "Build | None":
-    """The last build; None if there is none, or none that can be read."""
-    from sgl_ext.cli.context.last_build import read_build
-
-    try:
-        return None if state is None else read_build(state)
-    except (OSError, ValueError) as error:
-        warn(f"{state}: {error}; nothing is compared")
-        return None
 
 
 def _print_build(made: dict[str, Any], *, is_first: bool) -> None:
@@ -219,8 +211,6 @@ def show(
     as_json: Json = False,
 ) -> None:
     """Show the blocks of a context."""
-    from urllib.parse import quote
-
     query = "?content=true" if content else ""
     found = node_at(url, key).get(f"{_PATH}/{quote(id, safe='')}{query}")
     if as_json or content:
@@ -244,8 +234,6 @@ def delete(
     as_json: Json = False,
 ) -> None:
     """Delete contexts from the store. What engines have cached of them stays."""
-    from urllib.parse import quote
-
     node, deleted = node_at(url, key), dict[str, bool]()
     for id in ids:
         try:

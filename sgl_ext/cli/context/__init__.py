@@ -1,1 +1,0 @@
-"""`sgl-ext context`: builds, lists, shows and deletes contexts."""
