@@ -63,11 +63,11 @@ _STEPS = {
         *("routing/admission_queue", "access/rate_limits", "scheduler/retry_budget"),
     ),
     "send it to the worker": (
-        *("relay/delivery", "http/connection_pool", "routing/standby_prefill"),
+        *("relay/delivery", "routing/standby_prefill"),
         *("protocols/trace_context", "protocols/request_ids"),
     ),
     "relay the answer": (
-        *("http/upstream", "http/response_head", "relay/response", "relay/exchange"),
+        *("http/upstream", "relay/response", "relay/exchange"),
     ),
     "usage, metrics and request log": (
         *("requests/usage", "relay/ending", "reporting/activity", "reporting/history"),

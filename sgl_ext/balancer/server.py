@@ -11,10 +11,10 @@ from sgl_ext.balancer.access.sent_secret import SentSecret
 from sgl_ext.balancer.cluster.launcher import LauncherUnreachable
 from sgl_ext.balancer.cluster.peers import PeerGroup
 from sgl_ext.balancer.conversations.connection_turns import LaneTurns
-from sgl_ext.balancer.http.downstream import DownstreamConnection
-from sgl_ext.balancer.http.interfaces import (
+from sgl_ext.balancer.http.downstream import (
     Client,
     Connection,
+    DownstreamConnection,
     HttpClient,
     RawResponse,
     RunningExchange,

@@ -11,8 +11,7 @@ The gateway sends on only what it gets from here, except answers that it does no
 import re
 from collections.abc import Callable
 
-from sgl_ext.balancer.http.response_head import ResponseHead
-from sgl_ext.balancer.http.upstream import ResponseReceiver
+from sgl_ext.balancer.http.upstream import ResponseHead, ResponseReceiver
 from sgl_ext.balancer.metrics.registry import Metrics
 from sgl_ext.epp import messages
 from sgl_ext.epp.heads import Values, changes, parse_lines, values_of

@@ -13,10 +13,9 @@ from typing import Protocol
 
 from msgspec import structs
 
-from sgl_ext.balancer.http.interfaces import Client
+from sgl_ext.balancer.http.downstream import Client
 from sgl_ext.balancer.http.request_reader import Request
-from sgl_ext.balancer.http.response_head import ResponseHead
-from sgl_ext.balancer.http.upstream import Upstream
+from sgl_ext.balancer.http.upstream import ResponseHead, Upstream
 from sgl_ext.balancer.relay.delivery import ENDED
 from sgl_ext.balancer.relay.exchange import Exchange
 from sgl_ext.balancer.relay.preparation import Preparation

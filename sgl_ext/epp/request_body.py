@@ -2,8 +2,7 @@
 
 from functools import partial
 
-from sgl_ext.balancer.http.body_bounds import check_body, take
-from sgl_ext.balancer.http.request_reader import Request
+from sgl_ext.balancer.http.request_reader import Request, check_body, take
 from sgl_ext.protocols.errors import body_too_large
 
 

@@ -7,9 +7,9 @@ from typing import Any
 
 import h11
 
-from sgl_ext.balancer.http.connection_pool import ConnectionPool
 from sgl_ext.balancer.http.request_head import HOP_BY_HOP, RequestHeadCache
 from sgl_ext.balancer.http.request_reader import Request, RequestReader
+from sgl_ext.balancer.http.upstream import ConnectionPool
 from sgl_ext.balancer.relay.exchange import Exchange
 from sgl_ext.limits.byte_account import ByteAccount
 from sgl_ext.protocols.errors import BalancerError

@@ -11,11 +11,10 @@ from typing import Any
 
 import h11
 
-from sgl_ext.balancer.http.connection_pool import ConnectionPool
 from sgl_ext.balancer.http.downstream import DownstreamConnection
 from sgl_ext.balancer.http.request_head import HOP_BY_HOP, RequestHeadCache
 from sgl_ext.balancer.http.request_reader import Request, RequestReader
-from sgl_ext.balancer.http.upstream import UpstreamConnection
+from sgl_ext.balancer.http.upstream import ConnectionPool, UpstreamConnection
 from sgl_ext.balancer.relay.exchange import Exchange
 from sgl_ext.balancer.relay.services import error_response
 from sgl_ext.limits.byte_account import ByteAccount

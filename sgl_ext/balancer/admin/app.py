@@ -24,8 +24,7 @@ from sgl_ext.balancer.admin import (
 )
 from sgl_ext.balancer.admin.engine_metrics import EngineMetrics
 from sgl_ext.balancer.admin.worker_routes import SERVICES, json_response, to_all
-from sgl_ext.balancer.http.connection_pool import ConnectionPool
-from sgl_ext.balancer.http.upstream import UpstreamConnection
+from sgl_ext.balancer.http.upstream import ConnectionPool, UpstreamConnection
 from sgl_ext.balancer.relay.services import Services, error_response
 from sgl_ext.limits.bounds import MAX_HEAD_BYTES
 from sgl_ext.protocols import request_ids, routes

@@ -7,17 +7,18 @@ client does not read its response, the exchange is paused.
 If the connection cannot continue after a response, it lingers: our side ends, and what the client
 still sends is read and dropped for a moment. Closing at once would reset the connection, and the
 client could lose the answer.
+
+    server --has--> connection --runs--> exchange --answers--> the connection, as its client
 """
 
 import asyncio
 import math
 from http import HTTPStatus
-from typing import cast
+from typing import Protocol, cast
 
 from sgl_ext.balancer.http import http2
-from sgl_ext.balancer.http.interfaces import RunningExchange, Server, write_both
-from sgl_ext.balancer.http.request_reader import Request
-from sgl_ext.balancer.http.response_head import NO_BODY
+from sgl_ext.balancer.http.request_reader import Request, RequestReader
+from sgl_ext.balancer.http.upstream import NO_BODY, write_both
 from sgl_ext.limits.bounds import (
     HEAD_S,
     IDLE_S,
@@ -28,6 +29,78 @@ from sgl_ext.limits.bounds import (
 )
 from sgl_ext.limits.byte_account import Hold
 from sgl_ext.protocols.errors import BalancerError, too_many_connections
+
+# Status, reason, header lines without framing, and body.
+RawResponse = tuple[int, bytes, bytes, bytes]
+
+
+class Client(Protocol):
+    """The connection of a request's client, as its exchange uses it.
+
+    paused: the client does not read as fast as the response arrives.
+    """
+
+    @property
+    def paused(self) -> bool: ...
+    def answer(self, status: int, reason: bytes, lines: bytes, body: bytes) -> None: ...
+    def start_stream(self, status: int, reason: bytes, lines: bytes, data: bytes = b"") -> None: ...
+    def write(self, data: bytes) -> None: ...
+    def end_stream(self) -> None: ...
+
+    def keep_awake(self) -> bool:
+        """Shows the client that its answer is awaited, beside the answer's stream. False if only
+        the stream can show that."""
+        ...
+
+
+class HttpClient(Client, Protocol):
+    """A client that can turn to another protocol."""
+
+    def become(self, answer: bytes, protocol: asyncio.BufferedProtocol) -> bytes: ...
+
+
+class RunningExchange(Protocol):
+    """The exchange, as its connection uses it."""
+
+    def begin(self) -> None: ...
+    def client_gone(self) -> None: ...
+    def resume(self) -> None: ...
+    def end(self) -> None: ...
+
+
+class Connection(Protocol):
+    """A client's connection, as the server uses it. deadline: when `time_out` is due."""
+
+    deadline: float
+
+    @property
+    def is_idle(self) -> bool: ...
+    def time_out(self) -> None: ...
+    def end(self) -> None: ...
+    def abort(self) -> None: ...
+
+
+class Connections(Protocol):
+    """The server, as all connections use it. `now` is the time of its last sweep.
+
+    joined: False if there are too many connections, so that this one must end.
+    """
+
+    now: float
+
+    def joined(self, connection: Connection) -> bool: ...
+    def left(self, connection: Connection) -> None: ...
+
+
+class Server(Connections, Protocol):
+    """The server, as connections use it that begin with HTTP."""
+
+    draining: bool
+
+    def reader(self) -> RequestReader: ...
+    def exchange(self, connection: HttpClient, request: Request) -> RunningExchange: ...
+    def error_response(self, error: BalancerError, path: str) -> RawResponse: ...
+
 
 _CONTINUE = b"HTTP/1.1 100 Continue\r\n\r\n"
 

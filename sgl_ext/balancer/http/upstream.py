@@ -3,21 +3,111 @@
 A worker may close an idle connection at the moment a request is sent on it. So a connection records
 whether it was used before and whether any of the response has arrived; the exchange then knows that
 the worker is not to blame.
+
+    pool --leases or opens--> connection --head, data, end--> receiver
+      ^                           |
+      +------ takes it back ------+
+
+A worker's heads are nearly equal; only the body's length changes, and the date once a second. So
+the heads of complete responses are cached as those of requests are: by their bytes without the
+digits of the length, after the parser has found such a response to be well-formed.
 """
 
 import asyncio
 import re
-from typing import TYPE_CHECKING, Protocol, cast
+from typing import Protocol, cast
+from urllib.parse import urlsplit
 
 import httptools
 
-from sgl_ext.balancer.http.interfaces import write_both
-from sgl_ext.balancer.http.request_head import transfer_coding
-from sgl_ext.balancer.http.response_head import ResponseHead
+from sgl_ext.balancer.http.request_head import (
+    HOP_BY_HOP,
+    LENGTH,
+    RequestHead,
+    connection_options,
+    header_lines,
+    transfer_coding,
+)
 from sgl_ext.limits.bounds import MAX_WRITTEN_BYTES
+from sgl_ext.protocols.request_ids import NAMES
 
-if TYPE_CHECKING:
-    from sgl_ext.balancer.http.connection_pool import ConnectionPool
+NO_BODY = (204, 304)
+"""Statuses of responses that have no body, whatever their length says."""
+_MAX_CACHED = 256
+# Joining a small body with its head is cheaper than a write of two parts.
+_JOINED_BYTES = 16 * 1024
+
+
+class ResponseHead:
+    """Status and header lines for the client.
+
+    streams: the body is server-sent events.
+    is_named: the worker gave the request an id.
+    """
+
+    __slots__ = ("is_named", "lines", "reason", "status", "streams")
+
+    def __init__(self, status: int, reason: bytes, headers: list[tuple[bytes, bytes]]) -> None:
+        self.status = status
+        self.reason = reason
+        self.streams = False
+        self.is_named = False
+        for name, value in headers:
+            if name == b"content-type":
+                self.streams = value.startswith(b"text/event-stream")
+            elif name in NAMES:
+                self.is_named = True
+        # The balancer names the request to the client.
+        dropped = HOP_BY_HOP | NAMES | connection_options(headers)
+        self.lines = header_lines(headers, dropped)
+
+
+STREAM_LINES = b"cache-control: no-cache\r\nx-accel-buffering: no\r\n"
+"""Of a stream: proxies must neither store nor collect its events."""
+
+
+def stream_lines(stated: bytes) -> bytes:
+    """The lines of STREAM_LINES whose names are not among the stated lines."""
+    rest = STREAM_LINES.splitlines(keepends=True)
+    names = {line.partition(b":")[0].lower() for line in stated.splitlines()}
+    return b"".join(line for line in rest if line.partition(b":")[0] not in names)
+
+
+class ResponseHeadCache:
+    """The latest heads of one worker's complete responses."""
+
+    def __init__(self) -> None:
+        self._cached: dict[bytes, ResponseHead] = {}
+
+    def read(self, data: bytes) -> tuple[ResponseHead, bytes] | None:
+        """Head and body, if `data` is exactly one response with a cached head."""
+        found = _split(data)
+        if found is None:
+            return None
+        key, end = found
+        head = self._cached.get(key)
+        return None if head is None else (head, data[end:])
+
+    def add(self, data: bytes, head: ResponseHead) -> None:
+        """Caches the head of a complete, well-formed response that keeps the connection open.
+        A head with a request id is not cached, as it never comes again."""
+        found = None if head.is_named or head.status in NO_BODY else _split(data)
+        if found is not None and data.startswith(b"HTTP/1.1 %d " % head.status):
+            if len(self._cached) >= _MAX_CACHED:
+                self._cached.clear()
+            self._cached[found[0]] = head
+
+
+def _split(data: bytes) -> tuple[bytes, int] | None:
+    """The head without the digits of its length, and where the body begins; None if the length
+    is not that of the data."""
+    end = data.find(b"\r\n\r\n") + 4
+    match = LENGTH.search(data, 0, end) if end >= 4 else None
+    if match is None or int(match[1]) != len(data) - end:
+        return None
+    start, stop = match.span(1)
+    return data[:start] + data[stop:end], end
+
 
 _MAX_HEAD_BYTES = 256 * 1024
 _NOTHING = memoryview(b"")
@@ -53,6 +143,14 @@ class ResponseReceiver(Protocol):
     def response_data(self, data: bytes) -> None: ...
     def response_end(self, last: bytes) -> None: ...
     def upstream_lost(self, reason: str) -> None: ...
+
+
+def write_both(transport: asyncio.Transport, head: bytes, body: bytes | bytearray) -> None:
+    """Writes a head and a body at once."""
+    if len(body) <= _JOINED_BYTES:
+        transport.write(head + body)
+    else:
+        transport.writelines((head, body))
 
 
 class UpstreamConnection(asyncio.Protocol):
@@ -270,3 +368,109 @@ class UpstreamConnection(asyncio.Protocol):
         self.abort()
         if receiver is not None:
             receiver.upstream_lost(reason)
+
+
+# SGLang closes an idle connection after 5 s. We close it first, or a request could race the close.
+# A sweep comes once a second, so an idle connection lives for 3 to 4 s.
+_IDLE_SWEEPS = 4
+CONNECT_TIMEOUT_S = 5.0
+
+
+class ConnectionPool:
+    """Connections to a worker. The most recently used idle connection is used first.
+
+    Call `sweep` once a second.
+    """
+
+    def __init__(self, url: str, lines: bytes = b"") -> None:
+        """lines: header lines that each request to this worker gets in addition to its own."""
+        self.url = url
+        parts = urlsplit(url)
+        self._host = parts.hostname or ""
+        self._port = parts.port or 80
+        self._base = parts.path.rstrip("/").encode()
+        self._netloc = parts.netloc.rpartition("@")[2].encode()
+        self.add_to_each(lines)
+        self.heads = ResponseHeadCache()
+        self.connections: set[UpstreamConnection] = set()
+        self._idle: list[UpstreamConnection] = []
+        self._connecting: set[asyncio.Task[None]] = set()
+
+    def add_to_each(self, lines: bytes) -> None:
+        """Replaces the header lines that each request gets."""
+        self._first_lines = b" HTTP/1.1\r\nhost: %b\r\n%b" % (self._netloc, lines)
+
+    def request_line(self, method: str, target: bytes) -> bytes:
+        """The first lines of a request to this worker: request line, Host and the engine secret."""
+        return b"%b %b%b%b" % (method.encode(), self._base, target, self._first_lines)
+
+    def begin_of(self, head: RequestHead) -> bytes:
+        """The first lines of a request and the header lines of its head. A head that goes to the
+        same worker again has them."""
+        first_lines, begin = head.begun
+        if first_lines is not self._first_lines:
+            begin = self.request_line(head.method, head.target) + head.upstream_lines
+            head.begun = self._first_lines, begin
+        return begin
+
+    def lease(self, receiver: ResponseReceiver) -> asyncio.Task[None] | None:
+        """Gives the receiver an idle connection, or opens one like `connect`."""
+        if not self._idle:
+            return self.connect(receiver)
+        receiver.connected(self._idle.pop())
+        return None
+
+    def release(self, connection: UpstreamConnection) -> None:
+        """Takes a connection back for the next request."""
+        connection.sweeps = 0
+        self._idle.append(connection)
+
+    def connect(self, receiver: ResponseReceiver) -> asyncio.Task[None]:
+        """Opens a connection and calls the receiver's `connected` or `connect_failed`, unless the
+        task is cancelled before that."""
+        task = asyncio.get_running_loop().create_task(self._connect(receiver))
+        self._connecting.add(task)
+        task.add_done_callback(self._connecting.discard)
+        return task
+
+    async def _connect(self, receiver: ResponseReceiver) -> None:
+        try:
+            async with asyncio.timeout(CONNECT_TIMEOUT_S):
+                connection = await self._open()
+        except Exception as error:  # whatever it is, the request must not wait for ever
+            receiver.connect_failed(type(error).__name__)
+        else:
+            receiver.connected(connection)
+
+    async def _open(self) -> UpstreamConnection:
+        loop = asyncio.get_running_loop()
+        _, connection = await loop.create_connection(
+            lambda: UpstreamConnection(self), self._host, self._port
+        )
+        return connection
+
+    def forget(self, connection: UpstreamConnection) -> None:
+        """Removes a closed connection."""
+        self.connections.discard(connection)
+        if connection in self._idle:
+            self._idle.remove(connection)
+
+    def sweep(self) -> None:
+        """Closes connections that were idle for too long."""
+        for connection in tuple(self._idle):
+            connection.sweeps += 1
+            if connection.sweeps == _IDLE_SWEEPS:
+                connection.abort()
+
+    def close_idle(self) -> None:
+        """Closes the idle connections."""
+        for connection in tuple(self._idle):
+            connection.abort()
+
+    def close(self) -> None:
+        """Closes every connection. Receivers are not called again."""
+        for task in tuple(self._connecting):
+            task.cancel()
+        for connection in tuple(self.connections):
+            connection.abort()
+        self._idle.clear()

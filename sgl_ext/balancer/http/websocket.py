@@ -1,4 +1,5 @@
-"""A client's open WebSocket: its frames and its end. wsproto reads and writes frames.
+"""A client's open WebSocket: its handshake (RFC 6455, section 4.2), its frames and its end.
+wsproto reads and writes frames.
 
     open --a whole text message--> its user, which sends text messages
       |
@@ -12,13 +13,15 @@ client that answers none is not cut, because some read only while they wait for 
 
 import asyncio
 import math
+import re
 from collections.abc import Callable
 from http import HTTPStatus
 from typing import Protocol, cast
 
-from wsproto import WSConnection
+from wsproto import ConnectionType, WSConnection
 from wsproto.connection import ConnectionState
 from wsproto.events import (
+    AcceptConnection,
     BytesMessage,
     CloseConnection,
     Event,
@@ -26,7 +29,8 @@ from wsproto.events import (
     TextMessage,
 )
 
-from sgl_ext.balancer.http.interfaces import Connections
+from sgl_ext.balancer.http.downstream import Connections
+from sgl_ext.balancer.http.request_head import RequestHead
 from sgl_ext.limits.bounds import (
     LINGER_S,
     SOCKET_IDLE_S,
@@ -35,7 +39,32 @@ from sgl_ext.limits.bounds import (
     body_deadline_s,
 )
 from sgl_ext.limits.byte_account import ByteAccount, Hold
-from sgl_ext.protocols.errors import BalancerError, body_too_large, no_memory
+from sgl_ext.protocols.errors import BalancerError, bad_field, body_too_large, no_memory
+
+_KEY = re.compile(rb"[A-Za-z0-9+/]{22}==")
+_UPGRADE = ((b"host", b"-"), (b"connection", b"upgrade"), (b"upgrade", b"websocket"))
+VERSION_LINE = b"sec-websocket-version: 13\r\n"
+"""Of an answer that refuses a handshake."""
+
+
+def handshake(head: RequestHead) -> tuple[WSConnection, bytes]:
+    """The frames of a connection that begins with this head, and the answer that opens it.
+
+    Raises BalancerError 400 for a malformed handshake, 426 for another version.
+    """
+    version = head.fields.get(b"sec-websocket-version", b"")
+    if version != b"13":
+        message = f"sec-websocket-version: must be 13, not {version.decode('latin-1')[:40]!r}"
+        raise BalancerError(HTTPStatus.UPGRADE_REQUIRED, message, param="sec-websocket-version")
+    key = head.fields.get(b"sec-websocket-key", b"")
+    if not _KEY.fullmatch(key):
+        raise bad_field("sec-websocket-key", "must be 16 bytes in base64")
+    frames = WSConnection(ConnectionType.SERVER)
+    checked = [(b"sec-websocket-key", key), (b"sec-websocket-version", version)]
+    frames.initiate_upgrade_connection([*_UPGRADE, *checked], "/")
+    list(frames.events())  # the request
+    return frames, frames.send(AcceptConnection())
+
 
 # Shared by all sockets: its content is copied before the next read.
 _SCRATCH = memoryview(bytearray(16 * 1024))

@@ -20,10 +20,9 @@ from functools import partial
 from http import HTTPStatus
 
 from sgl_ext.balancer.conversations.connection_turns import LaneTurns
-from sgl_ext.balancer.http.interfaces import Client
+from sgl_ext.balancer.http.downstream import Client
 from sgl_ext.balancer.http.request_reader import Request
-from sgl_ext.balancer.http.response_head import ResponseHead
-from sgl_ext.balancer.http.upstream import Upstream
+from sgl_ext.balancer.http.upstream import ResponseHead, Upstream
 from sgl_ext.balancer.relay.prefill_leg import PrefillLeg, hand_over_line
 from sgl_ext.balancer.relay.services import Services
 from sgl_ext.balancer.reporting.request_spans import RequestSpans

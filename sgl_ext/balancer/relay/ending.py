@@ -8,7 +8,7 @@ from http import HTTPStatus
 import orjson
 from msgspec import structs
 
-from sgl_ext.balancer.http.response_head import STREAM_LINES
+from sgl_ext.balancer.http.upstream import STREAM_LINES
 from sgl_ext.balancer.relay.delivery import BEFORE_FIRST_BYTE, ENDED, RELAYING, WAITING, Delivery
 from sgl_ext.balancer.relay.preparation import NOT_PREPARED
 from sgl_ext.balancer.relay.resends import NO_CLIENT

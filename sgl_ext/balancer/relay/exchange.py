@@ -21,7 +21,7 @@ from typing import Any
 from msgspec import structs
 
 from sgl_ext.balancer.conversations.expansion import Named
-from sgl_ext.balancer.http.response_head import ResponseHead, stream_lines
+from sgl_ext.balancer.http.upstream import ResponseHead, stream_lines
 from sgl_ext.balancer.metrics.registry import band
 from sgl_ext.balancer.relay.context_making import make_context
 from sgl_ext.balancer.relay.delivery import (

@@ -10,9 +10,7 @@ from functools import partial
 from http import HTTPStatus
 from typing import Protocol
 
-from sgl_ext.balancer.http.connection_pool import ConnectionPool
-from sgl_ext.balancer.http.response_head import ResponseHead
-from sgl_ext.balancer.http.upstream import Upstream
+from sgl_ext.balancer.http.upstream import ConnectionPool, ResponseHead, Upstream
 from sgl_ext.balancer.routing.worker import Worker
 from sgl_ext.requests.session import BOOTSTRAP_HEADER
 

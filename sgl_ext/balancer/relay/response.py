@@ -2,7 +2,7 @@
 
 import re
 
-from sgl_ext.balancer.http.response_head import ResponseHead
+from sgl_ext.balancer.http.upstream import ResponseHead
 from sgl_ext.requests.usage import Usage, read_items, read_usage
 
 # The last events of OpenAI's and of Anthropic's streams, which carry no content.

@@ -14,11 +14,10 @@ from collections import deque
 from collections.abc import Callable
 
 from sgl_ext.balancer.conversations.connection_turns import ConnectionTurns, LaneTurns
-from sgl_ext.balancer.http.interfaces import Client, Connections, HttpClient, RunningExchange
+from sgl_ext.balancer.http.downstream import Client, Connections, HttpClient, RunningExchange
 from sgl_ext.balancer.http.request_head import RequestHead, RequestHeadCache, header_lines
 from sgl_ext.balancer.http.request_reader import Request
-from sgl_ext.balancer.http.websocket import WebSocketConnection
-from sgl_ext.balancer.http.websocket_handshake import VERSION_LINE, handshake
+from sgl_ext.balancer.http.websocket import VERSION_LINE, WebSocketConnection, handshake
 from sgl_ext.balancer.relay.services import Services
 from sgl_ext.balancer.relay.socket_turn import (
     RESTATED,

@@ -17,8 +17,8 @@ from sgl_ext.balancer.conversations import contexts
 from sgl_ext.balancer.conversations.connection_turns import LaneTurns
 from sgl_ext.balancer.conversations.conversation_store import ConversationStore
 from sgl_ext.balancer.conversations.expansion import Found, Named
-from sgl_ext.balancer.http.connection_pool import ConnectionPool
-from sgl_ext.balancer.http.interfaces import RawResponse
+from sgl_ext.balancer.http.downstream import RawResponse
+from sgl_ext.balancer.http.upstream import ConnectionPool
 from sgl_ext.balancer.metrics.registry import Metrics
 from sgl_ext.balancer.relay.heartbeats import Heartbeats
 from sgl_ext.balancer.relay.hint_rules import HintRules

@@ -18,7 +18,7 @@ import orjson
 
 from sgl_ext.balancer.conversations import stored_turns
 from sgl_ext.balancer.conversations.connection_turns import LaneTurns
-from sgl_ext.balancer.http.interfaces import RunningExchange
+from sgl_ext.balancer.http.downstream import RunningExchange
 from sgl_ext.balancer.relay.reading import parse_json
 from sgl_ext.limits.byte_account import Hold
 from sgl_ext.protocols.errors import bad_field

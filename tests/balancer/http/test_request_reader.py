@@ -12,7 +12,7 @@ import zstandard
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sgl_ext.balancer.http.chunked import MAX_SMALL_CHUNKS, ChunkedBody
+from sgl_ext.balancer.http.body_codings import MAX_SMALL_CHUNKS, ChunkedBody
 from sgl_ext.balancer.http.request_head import RequestHead, RequestHeadCache
 from sgl_ext.balancer.http.request_reader import Request, RequestReader
 from sgl_ext.limits.bounds import (

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from sgl_ext.balancer.http.response_head import ResponseHead, ResponseHeadCache, stream_lines
+from sgl_ext.balancer.http.upstream import ResponseHead, ResponseHeadCache, stream_lines
 
 HEAD = b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream; x\r\nKeep-Alive: 5\r\nContent-Length: "
 FIELDS = [(b"content-type", b"text/event-stream; x"), (b"keep-alive", b"5"), (b"x-a", b"1")]

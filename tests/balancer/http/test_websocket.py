@@ -7,10 +7,9 @@ from typing import Any
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sgl_ext.balancer.http.interfaces import Connection
+from sgl_ext.balancer.http.downstream import Connection
 from sgl_ext.balancer.http.request_head import parse_head
-from sgl_ext.balancer.http.websocket import WebSocketConnection
-from sgl_ext.balancer.http.websocket_handshake import handshake
+from sgl_ext.balancer.http.websocket import WebSocketConnection, handshake
 from sgl_ext.limits.byte_account import ByteAccount, Hold
 from sgl_ext.protocols.errors import BalancerError
 from tests.attacks.cases import HANDSHAKE

@@ -9,7 +9,7 @@ import zstandard
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sgl_ext.balancer.http.zstd import Error, ZstdDecoder
+from sgl_ext.balancer.http.body_codings import ZstdDecoder, ZstdError
 
 STEP = 64 << 10
 # A block of one byte repeated: four bytes that become 128 KiB.
@@ -85,5 +85,5 @@ def test_what_follows_a_frame_is_not_part_of_it() -> None:
     ids=["another format", "a large window", "empty blocks", "a wrong checksum"],
 )
 def test_what_is_no_such_frame_is_an_error(data: bytes) -> None:
-    with pytest.raises(Error):
+    with pytest.raises(ZstdError):
         decoded([data])

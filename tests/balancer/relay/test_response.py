@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sgl_ext.balancer.http.response_head import ResponseHead
+from sgl_ext.balancer.http.upstream import ResponseHead
 from sgl_ext.balancer.relay.response import Response
 
 PARTS = st.lists(
