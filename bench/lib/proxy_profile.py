@@ -66,9 +66,7 @@ _STEPS = {
         *("relay/delivery", "routing/standby_prefill"),
         *("protocols/trace_context", "protocols/request_ids"),
     ),
-    "relay the answer": (
-        *("http/upstream", "relay/response", "relay/exchange"),
-    ),
+    "relay the answer": ("http/upstream", "relay/response", "relay/exchange"),
     "usage, metrics and request log": (
         *("requests/usage", "relay/ending", "reporting/activity", "reporting/history"),
         *("reporting/request_log", "reporting/ended_request", "metrics/clients"),

@@ -5,18 +5,161 @@
     write, end_stream, or answer   -> head, body                         to the client
 
 The gateway sends on only what it gets from here, except answers that it does not show
-(response_body_mode: NONE).
+(response_body_mode: NONE). A gateway's list of headers becomes the bytes of an HTTP/1.1 head, so
+that a request is read, checked and cached as the balancer's own requests are.
 """
 
+import asyncio
+import logging
 import re
-from collections.abc import Callable
+from collections import deque
+from collections.abc import Awaitable, Callable, Iterable, Sequence
+from http import HTTPStatus
 
+from sgl_ext.balancer.http.request_head import HOP_BY_HOP
 from sgl_ext.balancer.http.upstream import ResponseHead, ResponseReceiver
 from sgl_ext.balancer.metrics.registry import Metrics
 from sgl_ext.epp import messages
-from sgl_ext.epp.heads import Values, changes, parse_lines, values_of
-from sgl_ext.epp.outbox import Outbox
+from sgl_ext.epp.messages import Response
 from sgl_ext.epp.pick import Pick
+from sgl_ext.limits.bounds import MAX_HEAD_BYTES
+from sgl_ext.protocols.errors import BalancerError
+
+log = logging.getLogger(__name__)
+
+Header = tuple[bytes, bytes]
+Values = dict[bytes, list[bytes]]
+
+# The gateway frames messages itself. It says `upgrade` only with a request to upgrade.
+_FRAMING = (HOP_BY_HOP - {b"upgrade", b"content-length"}) | {b"host"}
+_NOT_CHANGED = HOP_BY_HOP | {b"host", b"expect"}
+
+
+def path_of(headers: Sequence[Header]) -> str:
+    """The path of a request, "" if it has none."""
+    target = dict(headers).get(b":path", b"")
+    return target.partition(b"?")[0].decode("latin-1")
+
+
+def raw_head(headers: Sequence[Header]) -> bytes:
+    """A request's head as bytes. Raises BalancerError 400 or 431."""
+    pseudo = dict(headers)
+    lines = [
+        b"%b %b HTTP/1.1" % (pseudo.get(b":method", b""), pseudo.get(b":path", b"")),
+        b"host: %b" % pseudo.get(b":authority", b""),
+    ]
+    for name, value in headers:
+        if name not in _FRAMING and not name.startswith(b":"):
+            lines.append(b"%b: %b" % (name, value))
+    if b"upgrade" in pseudo:
+        lines.append(b"connection: upgrade")
+    raw = b"\r\n".join(lines)
+    # A line end within a value would be read as a header of its own.
+    if raw.count(b"\r") != len(lines) - 1 or raw.count(b"\n") != len(lines) - 1:
+        raise BalancerError(HTTPStatus.BAD_REQUEST, "Malformed HTTP request: a line end.")
+    if len(raw) > MAX_HEAD_BYTES:
+        message = f"The request's head is larger than {MAX_HEAD_BYTES} bytes."
+        raise BalancerError(HTTPStatus.REQUEST_HEADER_FIELDS_TOO_LARGE, message)
+    return raw + b"\r\n\r\n"
+
+
+def values_of(headers: Sequence[Header]) -> Values:
+    """The values of each header that may be changed."""
+    found: Values = {}
+    for name, value in headers:
+        if name not in _NOT_CHANGED and not name.startswith(b":"):
+            found.setdefault(name, []).append(value)
+    return found
+
+
+def parse_lines(lines: bytes) -> list[Header]:
+    """The headers of our own header lines."""
+    split = (line.partition(b": ") for line in lines.split(b"\r\n") if line)
+    return [(name.lower(), value) for name, _, value in split]
+
+
+def changes(before: Values, after: Values) -> tuple[list[Header], list[bytes]]:
+    """Which headers to set, and which to remove, so that `before` becomes `after`."""
+    changed = [
+        (name, value)
+        for name, values in after.items()
+        if before.get(name) != values
+        for value in values
+    ]
+    return changed, [name for name in before if name not in after]
+
+
+# Then the answer is not read any further.
+_MAX_BYTES = 256 * 1024
+
+
+class Outbox:
+    """is_full: the gateway does not read as fast as messages come. on_room: called when it does
+    again."""
+
+    def __init__(
+        self,
+        write: Callable[[Response], Awaitable[None]],
+        metrics: Metrics,
+        failed: Callable[[], None],
+    ) -> None:
+        """failed: called once if a message cannot be sent, or if `on_room` fails. No message
+        follows then."""
+        self.is_full = False
+        self._failed = failed
+        self._is_closed = False
+        self.on_room: Callable[[], None] = lambda: None
+        self._write = write
+        self._metrics = metrics
+        self._unsent: deque[tuple[Response, int]] = deque()
+        self._bytes = 0
+        self._writing: asyncio.Task[None] | None = None
+
+    def post(self, response: Response, size_bytes: int = 0) -> None:
+        """Sends a message after those before it. size_bytes: what it counts with."""
+        if self._is_closed:
+            return
+        self._unsent.append((response, size_bytes))
+        self._bytes += size_bytes
+        self.is_full = self._bytes > _MAX_BYTES
+        if self._writing is None:
+            self._writing = asyncio.create_task(self._write_all())
+
+    def post_all(self, responses: Iterable[Response], size_bytes: int) -> None:
+        """As `post`, with several messages of this size in all."""
+        for response in responses:
+            self.post(response, size_bytes)
+            size_bytes = 0
+
+    async def emptied(self) -> None:
+        """Waits until every message is written, or none is any more."""
+        if self._writing is not None:
+            await asyncio.wait([self._writing])
+
+    def close(self) -> None:
+        """Begins to write no other message. gRPC cannot take the one back that it writes, and ends
+        no stream before that one is written: wait until it is `emptied`."""
+        self._is_closed = True
+        self._unsent.clear()
+
+    async def _write_all(self) -> None:
+        try:
+            while self._unsent:
+                response, size_bytes = self._unsent.popleft()
+                await self._write(response)
+                self._bytes -= size_bytes
+                if self.is_full and self._bytes <= _MAX_BYTES // 2:
+                    self.is_full = False
+                    self.on_room()
+        except Exception as error:  # most often the gateway has left
+            log.debug("a message to the gateway was not sent: %r", error)
+            if not self._is_closed:
+                self._metrics.gateway_fault("unsent message")
+                self._failed()
+            self.close()
+        finally:
+            self._writing = None
+
 
 _DETAILS = "endpoint_picker"
 # What Envoy answers by itself, in plain text, when it reaches no engine. Engines' errors are JSON.

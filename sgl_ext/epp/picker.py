@@ -10,15 +10,39 @@ from pathlib import Path
 
 import grpc
 from grpc_health.v1 import health_pb2_grpc
+from grpc_health.v1.health import aio
+from grpc_health.v1.health_pb2 import HealthCheckResponse
 
+from sgl_ext.balancer.relay.services import Services
 from sgl_ext.balancer.server import Balancer
 from sgl_ext.epp import messages
-from sgl_ext.epp.health import Health
+from sgl_ext.epp.messages import SERVICE
 from sgl_ext.epp.stream import GatewayStream, StreamAborted
 from sgl_ext.settings.schema import PickerSettings
 from sgl_ext.supervision import supervise
 
 log = logging.getLogger(__name__)
+
+_READY = ("", "readiness", SERVICE)
+_ALIVE = "liveness"
+
+
+class Health(aio.HealthServicer):  # type: ignore[misc]
+    """As the balancer's own probes: `/live` for the service `liveness`, `/ready` for the others."""
+
+    def __init__(self, services: Services) -> None:
+        super().__init__()
+        self._services = services
+
+    async def update(self) -> None:
+        """Compares with the balancer's state. Call it periodically."""
+        services = self._services
+        is_ready = not services.draining and services.readiness.reason_against() is None
+        status = HealthCheckResponse.SERVING if is_ready else HealthCheckResponse.NOT_SERVING
+        await self.set(_ALIVE, HealthCheckResponse.SERVING)
+        for name in _READY:
+            await self.set(name, status)
+
 
 # Of one message. Gateways send bodies in parts of what they read at once.
 _MAX_MESSAGE_BYTES = 4 * 1024 * 1024

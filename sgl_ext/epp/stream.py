@@ -9,20 +9,57 @@ A stream has one request. To the balancer's server it is a connection, with the 
 import asyncio
 import math
 from collections.abc import AsyncIterator, Awaitable, Callable
+from functools import partial
 from http import HTTPStatus
 
-from sgl_ext.balancer.http.request_reader import Request
+from sgl_ext.balancer.http.request_reader import Request, check_body, take
 from sgl_ext.balancer.server import Balancer
 from sgl_ext.epp import messages
-from sgl_ext.epp.gateway import EnvoyGateway
-from sgl_ext.epp.heads import path_of, raw_head, values_of
+from sgl_ext.epp.gateway import EnvoyGateway, Outbox, path_of, raw_head, values_of
 from sgl_ext.epp.messages import FULL_DUPLEX_STREAMED, NONE
-from sgl_ext.epp.outbox import Outbox
 from sgl_ext.epp.pick import Pick
-from sgl_ext.epp.request_body import RequestBody
 from sgl_ext.limits.bounds import HEAD_S, UNREAD_S, body_deadline_s
 from sgl_ext.limits.byte_account import Hold
-from sgl_ext.protocols.errors import BalancerError, shutting_down, too_many_connections
+from sgl_ext.protocols.errors import (
+    BalancerError,
+    body_too_large,
+    shutting_down,
+    too_many_connections,
+)
+
+
+class RequestBody:
+    """Collects the body of a request, and holds its bytes of the account.
+
+    arrived_bytes: what has arrived, as it was sent.
+    """
+
+    def __init__(self, request: Request, max_bytes: int) -> None:
+        """Raises BalancerError 413 or 415."""
+        self._request = request
+        self._limit, self._compressed = check_body(request.head, request.length, max_bytes)
+        self._body = bytearray()
+        self.arrived_bytes = 0
+
+    def add(self, part: bytes) -> None:
+        """Takes a part. Raises BalancerError 400, 413, or 503 without room for it."""
+        self.arrived_bytes += len(part)
+        if self._compressed is not None:
+            self._compressed.take(part, partial(take, self._request.hold))
+            return
+        if self.arrived_bytes > self._limit:
+            raise body_too_large(self._limit)
+        take(self._request.hold, self.arrived_bytes)
+        self._body += part
+
+    def end(self) -> None:
+        """Gives the request its body. Raises BalancerError 400 if a part is missing."""
+        if self._compressed is None:
+            self._request.body = self._body
+        else:
+            self._compressed.end()
+            self._request.body = self._compressed.body
+
 
 _MODES = {
     "request_body_mode": (FULL_DUPLEX_STREAMED,),

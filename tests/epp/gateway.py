@@ -11,8 +11,13 @@ import grpc
 import orjson
 
 from sgl_ext.balancer.server import Balancer
-from sgl_ext.epp.envoy_api import ProcessingRequest, ProcessingResponse
-from sgl_ext.epp.messages import DESTINATION, FULL_DUPLEX_STREAMED, METHOD
+from sgl_ext.epp.messages import (
+    DESTINATION,
+    FULL_DUPLEX_STREAMED,
+    METHOD,
+    ProcessingRequest,
+    ProcessingResponse,
+)
 from sgl_ext.epp.picker import EndpointPicker
 from sgl_ext.settings.schema import PickerSettings
 from tests.waiting import HANG_S

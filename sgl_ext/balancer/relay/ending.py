@@ -19,12 +19,12 @@ from sgl_ext.protocols.errors import BalancerError, shutting_down
 from sgl_ext.protocols.request_ids import id_line
 from sgl_ext.requests.usage import Usage, read_usage
 
+log = logging.getLogger(__name__)
+
 # Plain numbers: a member of an enumeration takes as long to look up as a call.
 OK, _BAD_REQUEST, _SERVER_ERROR = 200, 400, 500
 _WAITING_LINES = b"content-type: text/event-stream\r\n" + STREAM_LINES
 _ENGINE_STOPPED = "The engine stopped in the middle of its answer."
-
-log = logging.getLogger(__name__)
 
 
 class Ending(Delivery):

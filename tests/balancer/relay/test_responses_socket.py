@@ -16,7 +16,7 @@ from wsproto.events import CloseConnection, Event, Ping, Pong, TextMessage
 
 from sgl_ext import keys
 from sgl_ext.balancer.conversations.connection_turns import ConnectionTurns
-from sgl_ext.balancer.relay.socket_turn import messages_of
+from sgl_ext.balancer.relay.responses_socket import messages_of
 from sgl_ext.balancer.server import Balancer
 from sgl_ext.limits.bounds import (
     LARGE_BODY_BYTES,
