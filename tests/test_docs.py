@@ -25,7 +25,7 @@ def test_every_path_that_a_page_names_exists(page: Path) -> None:
     named = re.findall(r"`((?:[\w.]+/)+[\w.]*)`", text)
     firsts = {"sgl_ext", "radix", "scheduler", "tests", "bench", "docs", "launch"}
     if page.name == "architecture.md":
-        firsts |= {"engine", "balancer", "protocols", "requests"}
+        firsts |= {"engine", "balancer", "protocols", "reading"}
     paths = [path for path in named if path.split("/")[0] in firsts and "NAME" not in path]
     missing = [path for path in paths if not _exists(path)]
     assert not missing

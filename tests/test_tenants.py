@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from sgl_ext.requests.priority import LIMIT
+from sgl_ext.reading.hints import LIMIT
 from sgl_ext.settings.schema import SettingsError, Tenant
 from sgl_ext.settings.sources import balancer_settings
 from sgl_ext.tenants import Tenants

@@ -11,7 +11,7 @@ from sgl_ext.balancer.routing.prefix.prefixes import Prefixes
 from sgl_ext.balancer.routing.router import Router
 from sgl_ext.balancer.routing.workers import Workers
 from sgl_ext.membership.static import NAME, StaticList
-from sgl_ext.requests.segments import Chain
+from sgl_ext.reading.segments import Chain
 
 _BYTES_PER_TOKEN = 4
 

@@ -17,7 +17,7 @@ from bench.lib.speculative_figures import COMPUTED, arm_figures, later
 from bench.lib.speculative_load import Load, Round, Stage
 from bench.lib.spread import ratio_spread
 from sgl_ext.protocols.registry import of_path
-from sgl_ext.requests.segments import read_chain
+from sgl_ext.reading.segments import read_chain
 
 SHARES = (0.0, 0.05, 0.2)
 """The arms: settings of `prefill-ahead-evictable-share`."""

@@ -37,13 +37,13 @@ _STEPS = {
         "server",
     ),
     "parse the body and check its fields": (
-        *("relay/reading", "requests/field_types", "limits/elements", "conversations/expansion"),
+        *("relay/reading", "reading/field_types", "limits/elements", "conversations/expansion"),
         *("conversations/contexts", "protocols/cache_diagnostics"),
     ),
-    "strip session headers": ("requests/strip", "requests/rewriting"),
-    "cut it into segments and hash them": ("requests/segments", "requests/canonical"),
+    "strip session headers": ("reading/strip", "reading/rewriting"),
+    "cut it into segments and hash them": ("reading/segments",),
     "session, priority, tenant, client": (
-        *("requests/session", "requests/priority", "requests/client_facts", "routing/prompt"),
+        *("reading/client", "reading/hints", "routing/prompt"),
         *("relay/preparation", "sgl_ext/tenants"),
     ),
     "look the prefix up, and choose a worker": (
@@ -64,11 +64,11 @@ _STEPS = {
     ),
     "send it to the worker": (
         *("relay/delivery", "routing/standby_prefill"),
-        *("protocols/trace_context", "protocols/request_ids"),
+        "protocols/request_ids",
     ),
     "relay the answer": ("http/upstream", "relay/response", "relay/exchange"),
     "usage, metrics and request log": (
-        *("requests/usage", "relay/ending", "reporting/activity", "reporting/history"),
+        *("reading/usage", "relay/ending", "reporting/activity", "reporting/history"),
         *("reporting/request_log", "reporting/ended_request", "metrics/clients"),
     ),
 }

@@ -26,7 +26,7 @@ from bench.sim.cache import BlockCache
 from bench.sim.prompts import BLOCK_TOKENS
 from bench.sim.segments import Load, SegmentFeed
 from scheduler.order import Waiting, in_order, window_of
-from sgl_ext.requests.segments import Chain
+from sgl_ext.reading.segments import Chain
 
 
 @dataclass(frozen=True, slots=True)

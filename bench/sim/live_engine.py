@@ -11,8 +11,8 @@ from bench.sim.event_publisher import Publisher
 from bench.sim.prompts import answer_to, content_of, prompt_blocks
 from bench.trace.calls import CHAT
 from sgl_ext.protocols.registry import of_path
-from sgl_ext.requests.segments import Chain, read_chain
-from sgl_ext.requests.strip import HeaderStrip, strip_request
+from sgl_ext.reading.segments import Chain, read_chain
+from sgl_ext.reading.strip import HeaderStrip, strip_request
 
 _DEFAULT_ANSWER_TOKENS = 16
 _BEGIN = 32  # characters that tell texts of the trace apart

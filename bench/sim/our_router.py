@@ -22,7 +22,7 @@ from sgl_ext.balancer.routing.admission_queue import AdmissionQueue
 from sgl_ext.balancer.routing.attempts import Attempt, RoutingRequest
 from sgl_ext.balancer.routing.worker import Load, Worker
 from sgl_ext.protocols.errors import BalancerError
-from sgl_ext.requests.session import session_key
+from sgl_ext.reading.client import session_key
 
 SESSION_HEADER = "x-session-id"
 SHARED_S = 0.1

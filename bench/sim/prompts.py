@@ -1,7 +1,7 @@
 """The text of a simulated prompt, its blocks, and the answer a simulated engine gives.
 
 A token is BYTES_PER_TOKEN bytes of text, a block BLOCK_TOKENS tokens. The text has
-the order and framing of `sgl_ext.requests.segments`, so that a segment's end there
+the order and framing of `sgl_ext.reading.segments`, so that a segment's end there
 is a position here:
 
     tools, system texts, messages, then the opening of the assistant's turn
@@ -19,7 +19,7 @@ from typing import Any
 import orjson
 import xxhash
 
-from sgl_ext.requests.strip import BILLING_HEADER
+from sgl_ext.reading.strip import BILLING_HEADER
 
 BYTES_PER_TOKEN = 4
 BLOCK_TOKENS = 64

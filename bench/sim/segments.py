@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 from bench.sim.prompts import BLOCK_BYTES, BLOCK_TOKENS
 from radix.index import PrefixIndex
-from sgl_ext.requests.segments import Chain
+from sgl_ext.reading.segments import Chain
 
 
 class Stored(NamedTuple):

@@ -23,8 +23,8 @@ from bench.sim.prompts import (
 )
 from bench.trace.agents import Agent, Turn
 from sgl_ext.protocols.registry import of_path
-from sgl_ext.requests.segments import Chain, read_chain
-from sgl_ext.requests.strip import HeaderStrip, strip_request
+from sgl_ext.reading.segments import Chain, read_chain
+from sgl_ext.reading.strip import HeaderStrip, strip_request
 
 CHAT = "/v1/chat/completions"
 MODEL = "sim"

@@ -18,8 +18,8 @@ from sgl_ext.engine.core.request_context import context_of
 from sgl_ext.engine.http.request_hook import read_body
 from sgl_ext.engine.http.translation import keep_deferral, model_of
 from sgl_ext.protocols.registry import of_path
-from sgl_ext.requests.field_types import find_wrong_field
-from sgl_ext.requests.rewriting import translate
+from sgl_ext.reading.field_types import find_wrong_field
+from sgl_ext.reading.rewriting import translate
 
 MESSAGES, CHAT, RESPONSES = "/v1/messages", "/v1/chat/completions", "/v1/responses"
 COMPLETIONS = "/v1/completions"

@@ -43,7 +43,7 @@ from sgl_ext.balancer.routing.workers import Slots, Workers
 from sgl_ext.balancer.store.opening import open_store
 from sgl_ext.limits.byte_account import ByteAccount
 from sgl_ext.membership.member import Membership
-from sgl_ext.requests.strip import HeaderStrip
+from sgl_ext.reading.strip import HeaderStrip
 from sgl_ext.settings.reloading import LiveSettings
 from sgl_ext.settings.schema import BalancerSettings
 from sgl_ext.tenants import Tenants

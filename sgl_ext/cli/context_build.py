@@ -32,8 +32,8 @@ from sgl_ext.balancer.conversations.made_contexts import Made, make_context
 from sgl_ext.cli.node import UsageError
 from sgl_ext.cli.show import warn
 from sgl_ext.protocols.registry import of_path
-from sgl_ext.requests.protocol import INSTRUCTION_ROLES, Protocol
-from sgl_ext.requests.strip import HeaderStrip
+from sgl_ext.reading.protocol import INSTRUCTION_ROLES, Protocol
+from sgl_ext.reading.strip import HeaderStrip
 
 
 class Source(NamedTuple):

@@ -25,8 +25,8 @@ from sgl_ext.engine.core.counters import counter
 from sgl_ext.engine.core.request_context import RequestContext, current
 from sgl_ext.engine.sglang_types import Original
 from sgl_ext.protocols.anthropic import ANTHROPIC
-from sgl_ext.requests.call_arguments import is_object, text_of
-from sgl_ext.requests.usage import with_cache_creation
+from sgl_ext.reading.rewriting import is_object, text_of
+from sgl_ext.reading.usage import with_cache_creation
 
 ABORTED = "The answer was aborted before it was complete."
 _FINISH_REASON = '"finish_reason":"'

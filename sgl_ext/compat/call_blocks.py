@@ -22,7 +22,7 @@ from itertools import pairwise
 from typing import Any, NamedTuple
 
 from sgl_ext.compat.json_calls import JsonCalls, Part, Value, value_end
-from sgl_ext.requests.call_arguments import is_object
+from sgl_ext.reading.rewriting import is_object
 
 _CALL = ("<tool_call>", "</tool_call>")
 _PARAMETER = ("<parameter=", "</parameter>")

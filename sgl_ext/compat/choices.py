@@ -17,7 +17,7 @@ from starlette.datastructures import Headers, MutableHeaders
 
 from sgl_ext.engine.core.request_context import context_in
 from sgl_ext.protocols.chat import CHAT
-from sgl_ext.protocols.native import COMPLETIONS
+from sgl_ext.protocols.registry import COMPLETIONS
 
 _PATHS = frozenset((*CHAT.paths, *COMPLETIONS.paths))
 _ID = re.compile(rb'^data: \{"id":"([^"\\]*)"', re.MULTILINE)

@@ -21,7 +21,7 @@ import orjson
 from sgl_ext.compat import response_pieces
 from sgl_ext.engine.sglang_http_types import ServingResponses
 from sgl_ext.engine.sglang_types import Original
-from sgl_ext.requests.places import value_at
+from sgl_ext.reading.places import value_at
 
 _ITEM = "event: response.output_item."
 _DELTAS = (

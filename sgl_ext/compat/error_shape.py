@@ -15,8 +15,8 @@ from sgl_ext.compat import context_length
 from sgl_ext.compat.context_length import too_long
 from sgl_ext.compat.validation import fields_of, of_item, plain
 from sgl_ext.protocols.anthropic import ANTHROPIC
-from sgl_ext.requests.places import value_at
-from sgl_ext.requests.protocol import ErrorShape, Protocol
+from sgl_ext.reading.places import value_at
+from sgl_ext.reading.protocol import ErrorShape, Protocol
 
 _LIMIT_CHARS = 1000
 _SHOWN = 3

@@ -26,8 +26,7 @@ from sgl_ext.protocols.chat import OLLAMA_CHAT
 from sgl_ext.protocols.errors import OPENAI_ERRORS
 from sgl_ext.protocols.models import ANTHROPIC_HEADER
 from sgl_ext.protocols.models import PATH as MODELS
-from sgl_ext.protocols.native import GENERATE, OLLAMA_GENERATE
-from sgl_ext.protocols.registry import errors_of, path_meant
+from sgl_ext.protocols.registry import GENERATE, OLLAMA_GENERATE, errors_of, path_meant
 from sgl_ext.protocols.responses import RESPONSES
 from sgl_ext.protocols.routes import (
     EMBEDDING,
@@ -36,7 +35,7 @@ from sgl_ext.protocols.routes import (
     is_beside_responses,
     not_found,
 )
-from sgl_ext.requests.protocol import ErrorShape
+from sgl_ext.reading.protocol import ErrorShape
 
 _WRONG_TYPE = "body: a field has a value of a type that it cannot have"
 _WRONG_VALUE = "body: a field has a value that nothing can be made of"

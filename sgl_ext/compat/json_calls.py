@@ -17,7 +17,7 @@ import re
 from enum import Enum, auto
 from typing import Any, NamedTuple
 
-from sgl_ext.requests.call_arguments import sendable_text
+from sgl_ext.reading.rewriting import sendable_text
 
 _TEXT = r'"(?:[^"\\]|\\.)*"'
 _HEAD = re.compile(

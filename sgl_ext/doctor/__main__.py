@@ -18,10 +18,10 @@ from typing import Any
 
 import orjson
 
-from sgl_ext.doctor.findings import Findings, merged
 from sgl_ext.doctor.logs import comparison
 from sgl_ext.doctor.logs.lines import NotALog, readable
 from sgl_ext.doctor.report import add_advice, as_text
+from sgl_ext.prompts.findings import Findings, merged
 from sgl_ext.settings.schema import SettingsError
 from sgl_ext.settings.secrets import read_api_key
 

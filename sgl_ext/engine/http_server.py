@@ -35,7 +35,7 @@ from sgl_ext.engine.sglang_http_types import TokenizerManager
 from sgl_ext.engine.sglang_types import ResolvedArgs, ServerArgs
 from sgl_ext.limits.stall import CLOCKS, StallMonitor
 from sgl_ext.protocols.registry import of_path
-from sgl_ext.requests.answers import LIMIT_BYTES
+from sgl_ext.reading.next_turn import LIMIT_ANSWER_BYTES
 from sgl_ext.settings.schema import EngineSettings
 from sgl_ext.settings.secrets import EngineSecret
 from sgl_ext.supervision import count_unhandled
@@ -146,7 +146,7 @@ class AnswerMiddleware:
                 is_wanted = message["status"] == HTTPStatus.OK and turns.wants(context)
             elif is_wanted:
                 answer.extend(message.get("body", b""))
-                is_wanted = len(answer) <= LIMIT_BYTES
+                is_wanted = len(answer) <= LIMIT_ANSWER_BYTES
                 if is_wanted and not message.get("more_body", False):
                     turns.predict(scope["headers"], context, bytes(answer), is_stream)
 

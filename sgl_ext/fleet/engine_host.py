@@ -32,7 +32,7 @@ from sgl_ext.node.log_dir import new_log, rotated
 from sgl_ext.node.ports import free_ports, reachable
 from sgl_ext.node.start.addresses import ports_beside
 from sgl_ext.node.start.failure import reason_of
-from sgl_ext.requests.session import SECRET_HEADER
+from sgl_ext.reading.client import SECRET_HEADER
 from sgl_ext.supervision import supervise
 
 log = logging.getLogger(__name__)

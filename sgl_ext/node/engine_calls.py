@@ -7,7 +7,7 @@ from typing import Any
 
 import aiohttp
 
-from sgl_ext.requests.session import SECRET_HEADER
+from sgl_ext.reading.client import SECRET_HEADER
 from sgl_ext.settings.secrets import EngineSecret
 
 _SUBSCRIBERS_PATH = "/sgl_ext/events/subscribers"

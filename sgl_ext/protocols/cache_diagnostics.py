@@ -24,7 +24,7 @@ from sgl_ext.protocols.anthropic import ANTHROPIC
 from sgl_ext.protocols.chat import CHAT
 from sgl_ext.protocols.errors import bad_field
 from sgl_ext.protocols.responses import RESPONSES
-from sgl_ext.requests.protocol import Json
+from sgl_ext.reading.protocol import Json
 
 _MAX_ID_CHARS = 256
 # An answer's id is at its beginning.

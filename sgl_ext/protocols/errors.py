@@ -10,7 +10,7 @@ from http import HTTPStatus
 
 import orjson
 
-from sgl_ext.requests.protocol import ErrorShape, Json
+from sgl_ext.reading.protocol import ErrorShape, Json
 
 _RETRY_AFTER_S = 5
 

@@ -16,10 +16,10 @@ import msgspec
 from msgspec import Meta, Struct
 
 from sgl_ext.limits.bounds import BUDGET_BODIES
-from sgl_ext.requests.cache_marks import TtlLimits
-from sgl_ext.requests.priority import LIMIT
-from sgl_ext.requests.session import TENANT_NAME
-from sgl_ext.requests.strip import BILLING_HEADER
+from sgl_ext.reading.cache_marks import TtlLimits
+from sgl_ext.reading.client import TENANT_NAME
+from sgl_ext.reading.hints import LIMIT
+from sgl_ext.reading.strip import BILLING_HEADER
 
 MIB = 1 << 20
 MIN_TTL_S = 1.0

@@ -4,8 +4,8 @@ from collections import Counter
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
-from sgl_ext.requests.protocol import INSTRUCTION_ROLES
-from sgl_ext.requests.rewriting import reminder
+from sgl_ext.reading.protocol import INSTRUCTION_ROLES
+from sgl_ext.reading.rewriting import reminder
 from sgl_ext.templates.model import Place
 
 Json = dict[str, Any]

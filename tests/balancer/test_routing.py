@@ -14,7 +14,7 @@ from aiohttp import ClientSession, ClientTimeout, web
 from scheduler import silence, suspects
 from sgl_ext.balancer.routing import worker_probes
 from sgl_ext.protocols.registry import of_path
-from sgl_ext.requests.segments import read_chain
+from sgl_ext.reading.segments import read_chain
 from tests.balancer.conftest import Engine, Start
 from tests.waiting import HANG_S
 

@@ -6,7 +6,7 @@ import pytest
 
 from bench.sim.engine import Engine, EngineConfig, Event, Request
 from bench.sim.prompts import BLOCK_TOKENS
-from sgl_ext.requests.segments import Chain
+from sgl_ext.reading.segments import Chain
 
 # Round numbers: a batch takes 1 s and a millisecond a token, a token of an answer 0.1 s.
 CONFIG = EngineConfig(

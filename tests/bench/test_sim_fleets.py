@@ -25,7 +25,7 @@ from bench.sim.virtual_time import Churn, Feed, Policy, Run
 from bench.trace.agents import TraceConfig, first_calls
 from bench.trace.calls import Call, Loop
 from bench.trace.variants import make_trace
-from sgl_ext.requests.segments import Chain
+from sgl_ext.reading.segments import Chain
 
 ENGINES = 3
 IDLE = Load(0, 0, 0, 0, 100_000)

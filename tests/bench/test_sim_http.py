@@ -11,7 +11,7 @@ from bench.sim.live_engine import Live
 from bench.sim.server import make_app
 from bench.trace.calls import CHAT
 from sgl_ext.protocols.registry import of_path
-from sgl_ext.requests.segments import read_chain
+from sgl_ext.reading.segments import read_chain
 
 FAST = EngineConfig(
     capacity_tokens=64_000, prefill_tokens_per_s=1e9, prefill_base_s=0, decode_base_s=0

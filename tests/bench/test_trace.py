@@ -12,7 +12,7 @@ from bench.trace.calls import CHAT, Call, Conversation, Loop, compile_calls, ide
 from bench.trace.swarm import VARIANTS
 from bench.trace.variants import make_trace
 from sgl_ext.protocols.registry import of_path
-from sgl_ext.requests.segments import read_chain
+from sgl_ext.reading.segments import read_chain
 
 
 def small(variant: str = "team", **more: object) -> tuple[Agent, ...]:

@@ -9,7 +9,7 @@ import orjson
 import pytest
 
 from sgl_ext.doctor.__main__ import main
-from sgl_ext.doctor.findings import Findings, merged
+from sgl_ext.prompts.findings import Findings, merged
 
 FOUND = {"scope": "session", "part": "messages", "block": "messages[7].content[0]", "byte": 3}
 FOUND |= {"bytes": 9, "kind": "rewritten", "tokens": 60}

@@ -14,7 +14,7 @@ import pytest
 import requests
 from sgl_ext_cpu.nursery import Nursery
 
-from sgl_ext.protocols.trace_context import new_trace_id
+from sgl_ext.protocols.request_ids import new_trace_id
 from tests.engine.scheduler.test_event_publisher import Engine, running_engine
 from tests.otlp_collector import Collector, collecting
 from tests.waiting import until

@@ -16,7 +16,7 @@ from sgl_ext.engine.hooks import HOOKS, SHARING_HOOKS
 from sgl_ext.engine.topology import CACHE_BACKEND, DEGRADED, REFUSED, Facts
 from sgl_ext.node.start.failure import failure
 from sgl_ext.protocols.registry import of_path
-from sgl_ext.requests.segments import read_chain
+from sgl_ext.reading.segments import read_chain
 from sgl_ext.settings.schema import EngineSettings
 from sgl_ext.settings.shared_tier import tier_flags
 

@@ -43,7 +43,7 @@ from sgl_ext.engine.core.request_context import RequestContext, context_of
 from sgl_ext.engine.http import request_hook
 from sgl_ext.limits.byte_account import ByteAccount
 from sgl_ext.protocols.errors import BalancerError
-from sgl_ext.requests.strip import HeaderStrip
+from sgl_ext.reading.strip import HeaderStrip
 from sgl_ext.settings.schema import EngineSettings
 from sgl_ext.tenants import Tenants
 from tests.fuzz import documents

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from sgl_ext.engine.http.extension import HttpExtension, install, installed
-from sgl_ext.requests.field_types import FIELDS, STREAM_OPTIONS, as_integer, find_wrong_field
+from sgl_ext.reading.field_types import FIELDS, STREAM_OPTIONS, as_integer, find_wrong_field
 from sgl_ext.settings.schema import EngineSettings
 from tests.fuzz.bodies import run
 

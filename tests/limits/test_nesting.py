@@ -10,7 +10,7 @@ from sgl_ext.limits.nesting import LIMIT_LEVELS, deep_field
 from sgl_ext.protocols.anthropic import ANTHROPIC
 from sgl_ext.protocols.registry import of_path
 from sgl_ext.protocols.responses import RESPONSES
-from sgl_ext.requests.segments import read_chain
+from sgl_ext.reading.segments import read_chain
 
 
 def nested(levels: int, kind: type) -> Any:

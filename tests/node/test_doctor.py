@@ -12,7 +12,7 @@ from anthropic.types import Message
 from sgl_ext_cpu.node import Node, running_balancer
 
 from sgl_ext.doctor.__main__ import main
-from tests.doctor.prompts import CHAT, MESSAGES, RULE, turns
+from tests.prompts.examples import CHAT, MESSAGES, RULE, turns
 
 
 def asked(node: Node, agent: str, count: int, begin: str) -> tuple[int, int]:

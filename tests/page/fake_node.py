@@ -14,7 +14,7 @@ from aiohttp import ClientSession, web
 from aiohttp.test_utils import TestServer
 
 from sgl_ext.balancer.server import Balancer
-from sgl_ext.requests.usage import Usage
+from sgl_ext.reading.usage import Usage
 from sgl_ext.settings.schema import BalancerSettings
 
 CAPACITY = 180_000

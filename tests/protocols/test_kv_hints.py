@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sgl_ext.protocols.kv_hints import LIMIT_ACTIONS, NO_HINTS, OTHER, KvHints, read_kv_hints
+from sgl_ext.protocols.prompt_cache import LIMIT_ACTIONS, NO_HINTS, OTHER, KvHints, read_kv_hints
 
 
 def action(kind: Any, version: Any = "0.1", **payload: Any) -> dict[str, Any]:

@@ -13,10 +13,10 @@ from sgl_ext.protocols.chat import CHAT
 from sgl_ext.protocols.errors import OPENAI_ERRORS
 from sgl_ext.protocols.registry import PATHS, PROTOCOLS, UNKNOWN, detect, errors_of, of_path
 from sgl_ext.protocols.responses import RESPONSES
-from sgl_ext.requests.cache_marks import TtlLimits, read_marks
-from sgl_ext.requests.protocol import MarkRules, Part, Protocol
-from sgl_ext.requests.segments import read_chain
-from sgl_ext.requests.strip import HeaderStrip, strip_request
+from sgl_ext.reading.cache_marks import TtlLimits, read_marks
+from sgl_ext.reading.protocol import MarkRules, Part, Protocol
+from sgl_ext.reading.segments import read_chain
+from sgl_ext.reading.strip import HeaderStrip, strip_request
 
 HEADER = "x-anthropic-billing-header: cc_version=2.1;\n"
 USER = {"role": "user", "content": "Go."}

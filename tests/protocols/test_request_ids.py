@@ -4,8 +4,15 @@ from __future__ import annotations
 
 import pytest
 
-from sgl_ext.protocols.request_ids import is_valid_id, new_request_id, unique_digits
-from sgl_ext.protocols.trace_context import TraceContext, lines_of_new, new_trace_id, read_trace
+from sgl_ext.protocols.request_ids import (
+    TraceContext,
+    is_valid_id,
+    lines_of_new,
+    new_request_id,
+    new_trace_id,
+    read_trace,
+    unique_digits,
+)
 
 TRACE, SPAN = "0af7651916cd43dd8448eb211c80319c", "b7ad6b7169203331"
 PARENT = f"00-{TRACE}-{SPAN}-01"

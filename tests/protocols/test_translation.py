@@ -12,10 +12,9 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from sgl_ext.protocols.registry import of_path
-from sgl_ext.protocols.translation.response_tools import namespaced_names
-from sgl_ext.protocols.translation.tool_choice import allowed_names
-from sgl_ext.requests.protocol import Model
-from sgl_ext.requests.rewriting import translate
+from sgl_ext.protocols.tools import allowed_names, namespaced_names
+from sgl_ext.reading.protocol import Model
+from sgl_ext.reading.rewriting import translate
 
 TEXT_ONLY = Model(sees=False)
 MESSAGES, CHAT, RESPONSES = "/v1/messages", "/v1/chat/completions", "/v1/responses"

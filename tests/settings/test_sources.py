@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from sgl_ext.requests.strip import BILLING_HEADER
+from sgl_ext.reading.strip import BILLING_HEADER
 from sgl_ext.settings.schema import BalancerSettings, LaunchSettings, SettingsError, Tenant
 from sgl_ext.settings.sources import balancer_settings, launch_settings
 

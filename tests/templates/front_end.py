@@ -14,7 +14,7 @@ from sgl_ext.engine.http.rendering import collecting, fit_messages, render_only
 from sgl_ext.engine.http.template_facts import leave_instructions, make_plan, takes_thinking
 from sgl_ext.engine.http.translation import convert_messages, model_of
 from sgl_ext.protocols.registry import of_path
-from sgl_ext.requests.rewriting import translate
+from sgl_ext.reading.rewriting import translate
 
 MESSAGES, CHAT, RESPONSES = "/v1/messages", "/v1/chat/completions", "/v1/responses"
 

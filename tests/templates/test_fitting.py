@@ -17,7 +17,7 @@ from sgl_ext.balancer.conversations.contexts import Block
 from sgl_ext.engine.core.request_context import RequestContext, entered
 from sgl_ext.engine.http.template_facts import make_plan
 from sgl_ext.protocols.registry import of_path
-from sgl_ext.requests.breakpoints import locate
+from sgl_ext.reading.places import locate
 from sgl_ext.templates.fitting import Plan, fitted
 from sgl_ext.templates.instructions import Places, with_sayable_roles
 from sgl_ext.templates.model import Place

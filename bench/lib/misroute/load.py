@@ -25,7 +25,7 @@ import aiohttp
 
 from bench.trace.agents import Agent
 from sgl_ext.protocols.registry import of_path
-from sgl_ext.requests.segments import Chain, read_chain
+from sgl_ext.reading.segments import Chain, read_chain
 
 CHAT, MESSAGES = "/v1/chat/completions", "/v1/messages"
 _SYSTEM_BYTES = 6000

@@ -5,7 +5,7 @@ import logging
 import aiohttp
 
 from sgl_ext.balancer.metrics.registry import Metrics
-from sgl_ext.requests.session import SECRET_HEADER
+from sgl_ext.reading.client import SECRET_HEADER
 from sgl_ext.settings.schema import SettingsError
 from sgl_ext.settings.secrets import EngineSecret
 

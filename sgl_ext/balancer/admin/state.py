@@ -20,7 +20,7 @@ from sgl_ext.balancer.reporting.activity import merged
 from sgl_ext.balancer.reporting.programs import SHOWN_PROGRAMS, programs_of
 from sgl_ext.balancer.routing.worker import Worker
 from sgl_ext.doctor.report import add_advice
-from sgl_ext.requests.session import shown_name
+from sgl_ext.reading.client import shown_name
 from sgl_ext.version import versions
 
 SHOWN_PINS = 200

@@ -23,14 +23,14 @@ import math
 from typing import Any, NamedTuple
 
 from sgl_ext.balancer.conversations.contexts import FIELDS, LAYERS, Block, malformed
-from sgl_ext.requests.cache_marks import (
+from sgl_ext.reading.cache_marks import (
     LIMIT_MARKS,
     UNMARKABLE,
     TtlLimits,
     count_marks,
     read_marks,
 )
-from sgl_ext.requests.protocol import INSTRUCTION_ROLES, Part, Protocol, ToolForm
+from sgl_ext.reading.protocol import INSTRUCTION_ROLES, Part, Protocol, ToolForm
 
 _ANY_TTL = TtlLimits(0.0, math.inf)
 _Json = dict[str, Any]

@@ -23,12 +23,12 @@ from sgl_ext.balancer.conversations.contexts import (
     registration_of,
 )
 from sgl_ext.protocols.errors import BalancerError, bad_field
-from sgl_ext.protocols.kv_hints import read_kv_hints
+from sgl_ext.protocols.prompt_cache import read_kv_hints
 from sgl_ext.protocols.registry import of_path
-from sgl_ext.requests.cache_marks import TtlLimits, read_marks
-from sgl_ext.requests.canonical import MARKS
-from sgl_ext.requests.protocol import Json, Place, Protocol
-from sgl_ext.requests.strip import HeaderStrip, strip_request
+from sgl_ext.reading.cache_marks import TtlLimits, read_marks
+from sgl_ext.reading.protocol import Json, Place, Protocol
+from sgl_ext.reading.segments import MARKS
+from sgl_ext.reading.strip import HeaderStrip, strip_request
 
 HEADER = "x-sgl-ext-context"
 COVERS, SKIPPED = f"{HEADER}-covers", f"{HEADER}-skipped"

@@ -20,7 +20,7 @@ import orjson
 
 from sgl_ext.protocols.anthropic import ANTHROPIC, COUNT_TOKENS
 from sgl_ext.protocols.errors import BalancerError, bad_field
-from sgl_ext.requests.protocol import objects
+from sgl_ext.reading.protocol import objects
 
 PATHS = (*ANTHROPIC.paths, *COUNT_TOKENS.paths)
 KEPT = ("system", "tools")

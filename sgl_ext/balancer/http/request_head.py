@@ -19,26 +19,27 @@ from typing import NamedTuple
 
 import httptools
 
-from sgl_ext.protocols import request_ids, trace_context
+from sgl_ext.protocols import request_ids
 from sgl_ext.protocols.errors import BalancerError
 from sgl_ext.protocols.registry import errors_of
+from sgl_ext.protocols.request_ids import TraceContext, read_trace
 from sgl_ext.protocols.routes import Route
-from sgl_ext.protocols.trace_context import TraceContext, read_trace
-from sgl_ext.requests.client_facts import ClientFacts, read_headers
-from sgl_ext.requests.default_hints import DEFAULTS_HEADER
-from sgl_ext.requests.protocol import ErrorShape
-from sgl_ext.requests.session import (
+from sgl_ext.reading.client import (
     BOOTSTRAP_HEADER,
     PURPOSE_HEADER,
     QUEUED_HEADER,
     RANK_HEADER,
     SECRET_HEADER,
     WINDOW_HEADER,
+    ClientFacts,
     hints_of,
+    read_headers,
 )
+from sgl_ext.reading.hints import DEFAULTS_HEADER
+from sgl_ext.reading.protocol import ErrorShape
 
 _ID = request_ids.HEADER.encode()
-_PARENT, _STATE = (name.encode() for name in trace_context.HEADERS)
+_PARENT, _STATE = (name.encode() for name in request_ids.TRACE_HEADERS)
 _IDENTITY = frozenset({_ID, _PARENT, _STATE})
 """The headers that an engine gets from the balancer alone, after they were checked."""
 
@@ -71,9 +72,9 @@ def read_identity(headers: list[tuple[bytes, bytes]], fields: dict[bytes, bytes]
         state = ",".join([v.decode("latin-1") for name, v in headers if name == _STATE])
         trace = read_trace(_one(headers, _PARENT), state)
         if trace is None:
-            replaced.append(trace_context.HEADERS[0])
+            replaced.append(request_ids.TRACE_HEADERS[0])
         elif state and not trace.state:
-            replaced.append(trace_context.HEADERS[1])
+            replaced.append(request_ids.TRACE_HEADERS[1])
     return Identity(request_id, trace, tuple(replaced))
 
 

@@ -3,8 +3,8 @@
 from collections.abc import Callable
 
 from sgl_ext.balancer.metrics.instruments import Counter, Histogram
-from sgl_ext.requests.client_facts import ClientFacts
-from sgl_ext.requests.usage import Usage
+from sgl_ext.reading.client import ClientFacts
+from sgl_ext.reading.usage import Usage
 
 _UNSTATED, _MCP, _OTHER = "unstated", "mcp", "other"
 # Claude Code's agents and Codex's. People name theirs as they like: other types are one label.

@@ -30,9 +30,8 @@ from sgl_ext.balancer.routing.attempts import NO_ROUTING, Attempt
 from sgl_ext.balancer.routing.trials import fingerprint_of
 from sgl_ext.balancer.routing.worker import Worker
 from sgl_ext.protocols.errors import BalancerError, internal_error, no_engine
-from sgl_ext.protocols.request_ids import new_request_id
-from sgl_ext.protocols.trace_context import lines_of_new, new_trace_id
-from sgl_ext.requests.session import (
+from sgl_ext.protocols.request_ids import lines_of_new, new_request_id, new_trace_id
+from sgl_ext.reading.client import (
     PURPOSE_HEADER,
     QUEUED_HEADER,
     REFUSED,

@@ -17,7 +17,7 @@ from sgl_ext.balancer.reporting.ended_request import EndedRequest, Outcome, ende
 from sgl_ext.protocols.cache_diagnostics import find_event, with_diagnosis
 from sgl_ext.protocols.errors import BalancerError, shutting_down
 from sgl_ext.protocols.request_ids import id_line
-from sgl_ext.requests.usage import Usage, read_usage
+from sgl_ext.reading.usage import Usage, read_usage
 
 log = logging.getLogger(__name__)
 

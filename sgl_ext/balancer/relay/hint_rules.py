@@ -10,8 +10,8 @@ is last.
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
-from sgl_ext.requests.client_facts import SUBAGENT, harness_of, read_headers
-from sgl_ext.requests.default_hints import NO_DEFAULTS, DefaultHints
+from sgl_ext.reading.client import SUBAGENT, harness_of, read_headers
+from sgl_ext.reading.hints import NO_DEFAULTS, DefaultHints
 from sgl_ext.settings.schema import HINTED, DefaultHint
 
 # A field of the header line that leads Claude Code's prompts, and that is stripped.

@@ -27,7 +27,7 @@ from sgl_ext.balancer.relay.reading import Asked, BodyReader, Reading
 from sgl_ext.limits.bounds import READING_S
 from sgl_ext.limits.byte_account import ByteAccount
 from sgl_ext.protocols.errors import BalancerError, no_memory
-from sgl_ext.requests.strip import HeaderStrip
+from sgl_ext.reading.strip import HeaderStrip
 
 log = logging.getLogger(__name__)
 

@@ -12,7 +12,7 @@ from typing import Protocol
 
 from sgl_ext.balancer.http.upstream import ConnectionPool, ResponseHead, Upstream
 from sgl_ext.balancer.routing.worker import Worker
-from sgl_ext.requests.session import BOOTSTRAP_HEADER
+from sgl_ext.reading.client import BOOTSTRAP_HEADER
 
 # How long the decode engine has to answer what its prefill engine rejects, as it rejects it, too.
 _ANSWER_S = 2.0

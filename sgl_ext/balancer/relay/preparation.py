@@ -17,10 +17,16 @@ from sgl_ext.balancer.reporting.cache_turns import CacheTurn
 from sgl_ext.balancer.reporting.diagnosis import PromptDiagnosis
 from sgl_ext.balancer.routing.attempts import NO_ROUTING, RoutingRequest
 from sgl_ext.protocols.errors import no_memory
-from sgl_ext.protocols.native import GENERATE
-from sgl_ext.requests.client_facts import NO_FACTS, ClientFacts, with_body
-from sgl_ext.requests.default_hints import NO_DEFAULTS, written
-from sgl_ext.requests.session import TENANT_HEADER, shown_name, stated_session
+from sgl_ext.protocols.registry import GENERATE
+from sgl_ext.reading.client import (
+    NO_FACTS,
+    TENANT_HEADER,
+    ClientFacts,
+    shown_name,
+    stated_session,
+    with_body,
+)
+from sgl_ext.reading.hints import NO_DEFAULTS, written
 
 
 class Preparation(msgspec.Struct, frozen=True):

@@ -21,18 +21,18 @@ from sgl_ext.balancer.http.request_head import RequestHead
 from sgl_ext.balancer.relay.hidden_usage import with_usage
 from sgl_ext.balancer.relay.hint_rules import AskedHints
 from sgl_ext.balancer.routing.prompt import Prompt, read_prompt
-from sgl_ext.doctor.cache_miss import Settings, settings_of
-from sgl_ext.doctor.context_moves import NamedBlock
 from sgl_ext.limits.bounds import MAX_TOOLS, UNCOUNTED_BYTES
 from sgl_ext.limits.elements import Excess, find_excess, find_many
+from sgl_ext.prompts.blocks import NamedBlock
+from sgl_ext.prompts.cache_miss import Settings, settings_of
 from sgl_ext.protocols.cache_diagnostics import Question, read_question
 from sgl_ext.protocols.errors import BalancerError
 from sgl_ext.protocols.registry import detect, of_path, with_name
 from sgl_ext.protocols.responses import RESPONSES
-from sgl_ext.requests.default_hints import NO_DEFAULTS, DefaultHints
-from sgl_ext.requests.field_types import find_wrong_field
-from sgl_ext.requests.protocol import Json
-from sgl_ext.requests.strip import HeaderStrip, Stripped, strip_request
+from sgl_ext.reading.field_types import find_wrong_field
+from sgl_ext.reading.hints import NO_DEFAULTS, DefaultHints
+from sgl_ext.reading.protocol import Json
+from sgl_ext.reading.strip import HeaderStrip, Stripped, strip_request
 from sgl_ext.settings.schema import Tenant
 
 # A body with none of these fields names nothing that is stored, and asks nothing of its cache.

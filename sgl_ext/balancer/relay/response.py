@@ -3,7 +3,7 @@
 import re
 
 from sgl_ext.balancer.http.upstream import ResponseHead
-from sgl_ext.requests.usage import Usage, read_items, read_usage
+from sgl_ext.reading.usage import Usage, read_items, read_usage
 
 # The last events of OpenAI's and of Anthropic's streams, which carry no content.
 _DONE = b"data: [DONE]\n\n"

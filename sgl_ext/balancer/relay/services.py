@@ -43,8 +43,8 @@ from sgl_ext.protocols import routes
 from sgl_ext.protocols.errors import BalancerError, error_headers, wire_status
 from sgl_ext.protocols.registry import errors_of
 from sgl_ext.protocols.request_ids import id_line, new_request_id
-from sgl_ext.requests.session import RANK_HEADER
-from sgl_ext.requests.strip import HeaderStrip
+from sgl_ext.reading.client import RANK_HEADER
+from sgl_ext.reading.strip import HeaderStrip
 from sgl_ext.supervision import Guard
 
 _RANK_LINE = b"%b: %%d\r\n" % RANK_HEADER.encode()

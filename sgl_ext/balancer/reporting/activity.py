@@ -10,8 +10,8 @@ from typing import Any
 
 from sgl_ext.balancer.metrics.instruments import Tables
 from sgl_ext.balancer.reporting.history import History, series
-from sgl_ext.requests.client_facts import NO_FACTS, ClientFacts
-from sgl_ext.requests.usage import Usage
+from sgl_ext.reading.client import NO_FACTS, ClientFacts
+from sgl_ext.reading.usage import Usage
 
 MOST_SESSIONS = 1024
 MOST_TENANTS = 256

@@ -16,11 +16,10 @@ from dataclasses import dataclass, field
 from sgl_ext.balancer.metrics.registry import Metrics
 from sgl_ext.balancer.reporting.diagnosis import DivergenceDetector, PromptDiagnosis
 from sgl_ext.balancer.routing.attempts import Attempt, RoutingRequest
-from sgl_ext.doctor.cache_miss import Fingerprint, Settings, find_miss
-from sgl_ext.doctor.eviction import Left, left_by
-from sgl_ext.doctor.prompts import Prompt
+from sgl_ext.prompts.cache_miss import Fingerprint, Settings, find_miss
+from sgl_ext.prompts.prompt import Left, Prompt, left_by
 from sgl_ext.protocols.cache_diagnostics import NOT_FOUND, Found, Question, answer_id
-from sgl_ext.requests.usage import Usage
+from sgl_ext.reading.usage import Usage
 
 LIMIT_BYTES = 32 * 1024 * 1024
 # A hash and an offset for each segment, and the objects of an entry.

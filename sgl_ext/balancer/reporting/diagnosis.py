@@ -13,23 +13,22 @@ import orjson
 
 from sgl_ext.balancer.metrics.registry import Metrics
 from sgl_ext.balancer.routing.attempts import RoutingRequest
-from sgl_ext.doctor.blocks import Block, read_blocks
-from sgl_ext.doctor.compare import compare
-from sgl_ext.doctor.context_moves import (
+from sgl_ext.prompts.blocks import (
     CONTEXT_CHANGED,
     MAX_SESSIONS,
+    Block,
     ContextMoves,
     NamedBlock,
+    read_blocks,
 )
-from sgl_ext.doctor.eviction import EVICTED, evicted_tokens
-from sgl_ext.doctor.findings import MOST_ROWS, Findings, is_estimated
-from sgl_ext.doctor.memory import LIMIT_BYTES, PromptMemory
-from sgl_ext.doctor.prompts import SESSION, Prompt
+from sgl_ext.prompts.compare import compare
+from sgl_ext.prompts.findings import MOST_ROWS, Findings, is_estimated
+from sgl_ext.prompts.memory import LIMIT_BYTES, PromptMemory
+from sgl_ext.prompts.prompt import EVICTED, SESSION, Prompt, evicted_tokens
 from sgl_ext.protocols.registry import of_path
-from sgl_ext.requests.client_facts import COMPACTION, MAIN, ClientFacts
-from sgl_ext.requests.segments import with_sorted_tools
-from sgl_ext.requests.session import stated_session, thread_key
-from sgl_ext.requests.strip import HeaderStrip, Stripped, strip_request
+from sgl_ext.reading.client import COMPACTION, MAIN, ClientFacts, stated_session, thread_key
+from sgl_ext.reading.segments import with_sorted_tools
+from sgl_ext.reading.strip import HeaderStrip, Stripped, strip_request
 
 log = logging.getLogger(__name__)
 

@@ -32,8 +32,8 @@ import orjson
 from scheduler.placing.placement import PlacementRequest, WorkerView, score_all
 from sgl_ext.balancer.reporting.diagnosis import PromptDiagnosis
 from sgl_ext.balancer.routing.attempts import Attempt, RoutingRequest
-from sgl_ext.requests.client_facts import NO_FACTS, ClientFacts
-from sgl_ext.requests.usage import Usage
+from sgl_ext.reading.client import NO_FACTS, ClientFacts
+from sgl_ext.reading.usage import Usage
 
 MOST_WORKERS = 8
 

@@ -3,7 +3,7 @@
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from sgl_ext.requests.client_facts import OF_NO_AGENT, OF_SUBAGENTS, SDK, UNKNOWN
+from sgl_ext.reading.client import OF_NO_AGENT, OF_SUBAGENTS, SDK, UNKNOWN
 
 SHOWN_PROGRAMS = 100
 

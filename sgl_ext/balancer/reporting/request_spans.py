@@ -20,7 +20,7 @@ from urllib.parse import urlsplit
 from sgl_ext.balancer.http.request_head import RequestHead
 from sgl_ext.balancer.reporting.ended_request import EndedRequest, Outcome
 from sgl_ext.balancer.routing.attempts import Attempt
-from sgl_ext.protocols.trace_context import TraceContext, new_span_id
+from sgl_ext.protocols.request_ids import TraceContext, new_span_id
 
 _MAX_MODEL_CHARS = 100
 _OPERATIONS = {

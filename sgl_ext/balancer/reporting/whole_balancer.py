@@ -13,7 +13,7 @@ import orjson
 from sgl_ext.balancer.metrics.across_processes import SharedSnapshots, merge_pages
 from sgl_ext.balancer.metrics.registry import Metrics
 from sgl_ext.balancer.reporting.diagnosis import DivergenceDetector
-from sgl_ext.doctor.findings import merged
+from sgl_ext.prompts.findings import merged
 
 _METRICS, _FINDINGS, _STATE = ".prom", ".found", ".state"
 

@@ -17,7 +17,7 @@ from scheduler.placing.speeds import Speeds
 from scheduler.programs.working_set import WorkingSet
 from sgl_ext.balancer.routing.prefix.prefixes import HeldPrefix, Prefixes
 from sgl_ext.balancer.routing.worker import Worker
-from sgl_ext.requests.segments import Chain
+from sgl_ext.reading.segments import Chain
 
 SESSION_LIVE_S = 60.0
 # How long an engine has to report a prefix that it has computed.

@@ -5,17 +5,16 @@ from typing import Any
 
 import msgspec
 
-from sgl_ext.requests.default_hints import NO_DEFAULTS, DefaultHints
-from sgl_ext.requests.priority import Importance, read_importance
-from sgl_ext.requests.protocol import Protocol
-from sgl_ext.requests.segments import (
+from sgl_ext.reading.client import salt_of, session_key, stated_name
+from sgl_ext.reading.hints import NO_DEFAULTS, DefaultHints, Importance, read_importance
+from sgl_ext.reading.protocol import Protocol
+from sgl_ext.reading.segments import (
     Chain,
     longest_of,
     read_batch,
     read_chain,
     with_sorted_tools,
 )
-from sgl_ext.requests.session import salt_of, session_key, stated_name
 
 
 class Prompt(msgspec.Struct, frozen=True, gc=False):

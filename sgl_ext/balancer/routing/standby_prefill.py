@@ -22,7 +22,7 @@ from sgl_ext.balancer.routing.worker import Worker
 from sgl_ext.protocols.registry import of_path
 from sgl_ext.protocols.request_ids import HEADER
 from sgl_ext.protocols.routes import PREFILL
-from sgl_ext.requests.session import PURPOSE_HEADER, RANK_HEADER
+from sgl_ext.reading.client import PURPOSE_HEADER, RANK_HEADER
 from sgl_ext.supervision import Guard
 
 # How long a session is not considered again.

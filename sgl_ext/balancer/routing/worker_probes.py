@@ -17,7 +17,7 @@ import msgspec
 from scheduler.silence import HANG_S, LOOK_S, Signs, is_waited_for
 from sgl_ext.balancer.routing.worker import Worker
 from sgl_ext.balancer.routing.workers import Workers, can_answer
-from sgl_ext.requests.session import RANK_HEADER, RANKS_HEADER, ROLE_HEADER
+from sgl_ext.reading.client import RANK_HEADER, RANKS_HEADER, ROLE_HEADER
 from sgl_ext.settings.reloading import SETTINGS_HEADER
 from sgl_ext.supervision import Failed, supervise
 

@@ -5,9 +5,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from sgl_ext.doctor.findings import MOST_VERSIONS
 from sgl_ext.doctor.logs.entry import Entry
 from sgl_ext.doctor.logs.tokens import Tokens
+from sgl_ext.prompts.findings import MOST_VERSIONS
 
 MOST_FAMILIES = 1024
 _MOST_BEGINNINGS = 4096

@@ -16,7 +16,7 @@ from sgl_ext.engine.core.folder import engine_name
 from sgl_ext.engine.core.request_context import RequestContext, conversation_name
 from sgl_ext.engine.core.slices import digest
 from sgl_ext.engine.sglang_http_types import GenerateReqInput, KvHintAction, KvHintsEnvelope
-from sgl_ext.requests.segments import Chain
+from sgl_ext.reading.segments import Chain
 
 _ACTION = "sgl_ext.hints"
 _HASH_BYTES = 16

@@ -16,7 +16,7 @@ from typing import Any
 
 from sgl_ext.engine.arguments import in_effect
 from sgl_ext.engine.core.request_context import RequestContext
-from sgl_ext.requests.session import GROUP_HEADER
+from sgl_ext.reading.client import GROUP_HEADER
 
 
 def group_of(context: RequestContext | None, raw_request: Any) -> str | None:

@@ -20,11 +20,11 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from sgl_ext.protocols.registry import of_path
-from sgl_ext.requests.cache_marks import NO_MARKS, Marks
-from sgl_ext.requests.client_facts import NO_FACTS, ClientFacts
-from sgl_ext.requests.priority import USUAL, Importance
-from sgl_ext.requests.protocol import Protocol
-from sgl_ext.requests.segments import Chain
+from sgl_ext.reading.cache_marks import NO_MARKS, Marks
+from sgl_ext.reading.client import NO_FACTS, ClientFacts
+from sgl_ext.reading.hints import USUAL, Importance
+from sgl_ext.reading.protocol import Protocol
+from sgl_ext.reading.segments import Chain
 
 if TYPE_CHECKING:
     from sgl_ext.engine.core.dry_run import DryRun

@@ -19,7 +19,7 @@ from typing import Any
 from sgl_ext.engine.core.request_context import RequestContext
 from sgl_ext.engine.core.tenancy import MARK, is_named_by_client
 from sgl_ext.protocols.request_ids import HEADER, is_valid_id, new_request_id, unique_digits
-from sgl_ext.requests.session import PURPOSE_HEADER
+from sgl_ext.reading.client import PURPOSE_HEADER
 
 _HEADER = HEADER.encode()
 _ON_SCOPE = "sgl_ext_request_id"

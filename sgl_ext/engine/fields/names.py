@@ -8,12 +8,11 @@ from typing import Any
 
 from sgl_ext.protocols.anthropic import ANTHROPIC
 from sgl_ext.protocols.chat import CHAT, OLLAMA_CHAT
-from sgl_ext.protocols.native import COMPLETIONS, GENERATE, OLLAMA_GENERATE, VERTEX
-from sgl_ext.protocols.registry import of_path
+from sgl_ext.protocols.registry import COMPLETIONS, GENERATE, OLLAMA_GENERATE, VERTEX, of_path
 from sgl_ext.protocols.responses import RESPONSES
 from sgl_ext.protocols.routes import EMBEDDING
-from sgl_ext.requests.places import value_at
-from sgl_ext.requests.protocol import Protocol
+from sgl_ext.reading.places import value_at
+from sgl_ext.reading.protocol import Protocol
 
 _GRAMMARS = ("json_schema", "structural_tag")
 _PROMPTS = ("text", "input_ids")

@@ -18,7 +18,7 @@ from sgl_ext.engine.http.token_offsets import TokenOffsets
 from sgl_ext.engine.prefill_ahead.next_turns import NextTurns
 from sgl_ext.engine.prefill_ahead.service import prefilling_ahead
 from sgl_ext.engine.sglang_http_types import ServingChat, TokenizerManager
-from sgl_ext.requests.strip import HeaderStrip
+from sgl_ext.reading.strip import HeaderStrip
 from sgl_ext.settings.schema import EngineSettings
 from sgl_ext.templates.fitting import Plan
 from sgl_ext.templates.instructions import Places

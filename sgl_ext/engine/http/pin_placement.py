@@ -1,7 +1,7 @@
 """Finds where the marked blocks of a request end in its prompt, in tokens.
 
 SGLang itself makes the prompt, with its conversion and template. So a copy of the body with markers
-in it takes the same way, up to where the template is rendered (`sgl_ext.requests.breakpoints` puts
+in it takes the same way, up to where the template is rendered (`sgl_ext.reading.places` puts
 the markers in); the tokens are counted in the real prompt's ids. That happens only for blocks that
 are new in their place: an agent's next turn finds its earlier ones known.
 """
@@ -34,11 +34,10 @@ from sgl_ext.engine.http.translation import model_of
 from sgl_ext.engine.sglang_http_types import ServingChat
 from sgl_ext.engine.sglang_types import Original
 from sgl_ext.protocols.anthropic import ANTHROPIC
-from sgl_ext.requests.breakpoints import Render, locate
-from sgl_ext.requests.canonical import MARKS
-from sgl_ext.requests.places import TURNS, last_text, path_of, value_at
-from sgl_ext.requests.protocol import Place, Protocol
-from sgl_ext.requests.rewriting import translate
+from sgl_ext.reading.places import TURNS, Render, last_text, locate, path_of, value_at
+from sgl_ext.reading.protocol import Place, Protocol
+from sgl_ext.reading.rewriting import translate
+from sgl_ext.reading.segments import MARKS
 
 _PROBE = [{"role": "user", "content": "Begin with a look at main.py, please."}]
 _logger = logging.getLogger(__name__)

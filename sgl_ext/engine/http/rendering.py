@@ -14,7 +14,7 @@ from sgl_ext.engine.core.request_context import RequestContext, current
 from sgl_ext.engine.http.extension import installed
 from sgl_ext.engine.sglang_http_types import ServingChat
 from sgl_ext.engine.sglang_types import Original
-from sgl_ext.requests.canonical import tools_at_head
+from sgl_ext.reading.segments import tools_at_head
 from sgl_ext.templates.fitting import fitted
 from sgl_ext.templates.instructions import with_sayable_roles
 

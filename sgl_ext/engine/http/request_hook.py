@@ -22,31 +22,30 @@ from sgl_ext.engine.core.request_context import (
 from sgl_ext.engine.core.request_names import purpose_of, request_id_of
 from sgl_ext.engine.http.extension import HttpExtension, installed
 from sgl_ext.engine.http.translation import for_sglang
-from sgl_ext.protocols.kv_hints import NO_HINTS, read_kv_hints
+from sgl_ext.protocols.prompt_cache import NO_HINTS, read_kv_hints
 from sgl_ext.protocols.registry import of_path
-from sgl_ext.requests.cache_marks import Marks, read_marks
-from sgl_ext.requests.client_facts import read_client
-from sgl_ext.requests.default_hints import NO_DEFAULTS, DefaultHints, read_written
-from sgl_ext.requests.priority import read_importance
-from sgl_ext.requests.segments import (
-    Chain,
-    read_batch,
-    read_chain,
-    with_sorted_schemas,
-    with_sorted_tools,
-)
-from sgl_ext.requests.session import (
+from sgl_ext.reading.cache_marks import Marks, read_marks
+from sgl_ext.reading.client import (
     BOOTSTRAP_HEADER,
     GROUP_HEADER,
     QUEUED_HEADER,
     RANK_HEADER,
     WINDOW_HEADER,
     is_final,
+    read_client,
     salt_of,
     session_key,
     stated_session,
 )
-from sgl_ext.requests.strip import Stripped, strip_request
+from sgl_ext.reading.hints import NO_DEFAULTS, DefaultHints, read_importance, read_written
+from sgl_ext.reading.segments import (
+    Chain,
+    read_batch,
+    read_chain,
+    with_sorted_schemas,
+    with_sorted_tools,
+)
+from sgl_ext.reading.strip import Stripped, strip_request
 
 MAX_SEGMENTS = 16_384
 MAX_QUEUED_S = 3600.0

@@ -18,7 +18,7 @@ import xxhash
 from cachetools import FIFOCache, LRUCache
 
 from sgl_ext.engine.host_cache.worth import Worth
-from sgl_ext.requests.breakpoints import common_prefix
+from sgl_ext.reading.places import common_prefix
 
 # A place may lie inside a token. Then the text before it ends in at most so many other tokens.
 _STRADDLING_TOKENS = 8

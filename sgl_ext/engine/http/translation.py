@@ -1,6 +1,6 @@
 """Bodies in the words that SGLang knows, for the model that this engine serves.
 
-`sgl_ext.requests.rewriting` translates. A request's segments and marks are read from the body as
+`sgl_ext.reading.rewriting` translates. A request's segments and marks are read from the body as
 sent, which the balancer saw, too; SGLang gets the translated body.
 """
 
@@ -18,11 +18,9 @@ from sgl_ext.engine.sglang_types import Original
 from sgl_ext.limits.nesting import LIMIT_LEVELS, deep_field
 from sgl_ext.protocols.anthropic import ANTHROPIC, COUNT_TOKENS
 from sgl_ext.protocols.responses import RESPONSES
-from sgl_ext.protocols.translation.late_tools import withdrawn_tools
-from sgl_ext.protocols.translation.response_tools import namespaced_names
-from sgl_ext.protocols.translation.tool_choice import allowed_names
-from sgl_ext.requests.protocol import Model, Protocol, objects
-from sgl_ext.requests.rewriting import translate
+from sgl_ext.protocols.tools import allowed_names, namespaced_names, withdrawn_tools
+from sgl_ext.reading.protocol import Model, Protocol, objects
+from sgl_ext.reading.rewriting import translate
 
 # Values with which a request has its usual meaning.
 _NOTHING: tuple[Any, ...] = (None, "", [], {}, "none", {"type": "create"}, ["text"])

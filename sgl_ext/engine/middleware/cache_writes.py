@@ -17,7 +17,7 @@ from starlette.datastructures import Headers, MutableHeaders
 from sgl_ext.engine.core.request_context import RequestContext, context_in
 from sgl_ext.protocols.chat import CHAT
 from sgl_ext.protocols.responses import RESPONSES
-from sgl_ext.requests.usage import written_tokens
+from sgl_ext.reading.usage import written_tokens
 
 _PATHS = frozenset((*CHAT.paths, *RESPONSES.paths))
 _DETAILS = re.compile(

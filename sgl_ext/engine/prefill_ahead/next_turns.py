@@ -27,9 +27,8 @@ from sgl_ext.engine.core.request_context import RequestContext, conversation_nam
 from sgl_ext.engine.prefill_ahead.prefiller import MOST_JOBS, Job, Prefiller
 from sgl_ext.engine.prefill_ahead.returns import SessionReturns
 from sgl_ext.engine.sglang_http_types import GenerateReqInput, TokenizerManager
-from sgl_ext.requests.answers import read_answer
-from sgl_ext.requests.client_facts import COMPACTION
-from sgl_ext.requests.next_turn import Turn, next_turn, tool_names
+from sgl_ext.reading.client import COMPACTION
+from sgl_ext.reading.next_turn import Turn, next_turn, read_answer, tool_names
 
 MOST_PENDING = 64
 MOST_GUESSES = 256

@@ -30,7 +30,7 @@ from sgl_ext.engine.core.slices import digest, is_slice_name, read_rejection, sl
 from sgl_ext.engine.host_cache.token_array import is_only_sent
 from sgl_ext.engine.sglang_http_types import GenerateReqInput, TokenizerManager
 from sgl_ext.engine.sglang_types import ResolvedArgs
-from sgl_ext.requests.priority import LIMIT, Importance
+from sgl_ext.reading.hints import LIMIT, Importance
 
 MOST_JOBS = 256
 RETURN = "return"

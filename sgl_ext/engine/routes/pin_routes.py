@@ -19,7 +19,7 @@ from starlette.routing import Route
 
 from sgl_ext.engine.core.folder import Outbox
 from sgl_ext.pin_mirror import PATH, PinMirror
-from sgl_ext.requests.session import OWNER_HEADER, RANK_HEADER
+from sgl_ext.reading.client import OWNER_HEADER, RANK_HEADER
 
 _TIMEOUT_S = 10.0
 _POLL_S = 0.02

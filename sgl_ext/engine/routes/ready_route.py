@@ -16,7 +16,7 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from sgl_ext.engine import sglang_api
-from sgl_ext.requests.session import RANKS_HEADER, ROLE_HEADER
+from sgl_ext.reading.client import RANKS_HEADER, ROLE_HEADER
 from sgl_ext.settings.reloading import SETTINGS_HEADER
 
 PATH = "/ready"

@@ -22,7 +22,7 @@ from sgl_ext_cpu.node import free_port
 
 from sgl_ext import keys
 from sgl_ext.protocols.registry import of_path
-from sgl_ext.requests.segments import read_chain
+from sgl_ext.reading.segments import read_chain
 from tests.waiting import until
 
 pytestmark = pytest.mark.long

@@ -21,7 +21,7 @@ from sgl_ext.balancer.conversations.contexts import (
 )
 from sgl_ext.protocols.errors import BalancerError
 from sgl_ext.protocols.registry import PATHS, of_path
-from sgl_ext.requests.cache_marks import TtlLimits, read_marks
+from sgl_ext.reading.cache_marks import TtlLimits, read_marks
 
 TOOL = {"name": "read", "description": "Reads.", "input_schema": {"type": "object"}}
 IN_CHAT = {

@@ -16,8 +16,8 @@ from sgl_ext.balancer.conversations.contexts import Block, unpacked_blocks
 from sgl_ext.balancer.conversations.made_contexts import Made, make_context
 from sgl_ext.balancer.store.documents import StoreFailed
 from sgl_ext.protocols.registry import of_path
-from sgl_ext.requests.cache_marks import TtlLimits, read_marks
-from sgl_ext.requests.strip import HeaderStrip
+from sgl_ext.reading.cache_marks import TtlLimits, read_marks
+from sgl_ext.reading.strip import HeaderStrip
 from tests.balancer.conftest import Engine, Start
 
 MESSAGES, CHAT, RESPONSES = "/v1/messages", "/v1/chat/completions", "/v1/responses"

@@ -10,7 +10,7 @@ import pytest
 from aiohttp import web
 
 from sgl_ext.balancer.relay.exchange import Exchange
-from sgl_ext.requests.session import QUEUED_HEADER, WINDOW_HEADER
+from sgl_ext.reading.client import QUEUED_HEADER, WINDOW_HEADER
 from sgl_ext.settings.schema import BalancerSettings
 from tests.balancer.conftest import Engine, Start
 from tests.waiting import HANG_S

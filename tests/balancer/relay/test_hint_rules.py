@@ -6,7 +6,7 @@ import pickle
 from typing import Any
 
 from sgl_ext.balancer.relay.hint_rules import HintRules
-from sgl_ext.requests.default_hints import NO_DEFAULTS, DefaultHints
+from sgl_ext.reading.hints import NO_DEFAULTS, DefaultHints
 from sgl_ext.settings.schema import DefaultHint
 
 RULES = HintRules(

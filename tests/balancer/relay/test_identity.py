@@ -9,8 +9,7 @@ import pytest
 from aiohttp import ClientSession, web
 from multidict import CIMultiDict
 
-from sgl_ext.protocols.request_ids import is_valid_id
-from sgl_ext.protocols.trace_context import read_trace
+from sgl_ext.protocols.request_ids import is_valid_id, read_trace
 from tests.balancer.conftest import Engine, Start
 
 MESSAGES, CHAT = "/v1/messages", "/v1/chat/completions"

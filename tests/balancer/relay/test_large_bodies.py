@@ -17,7 +17,7 @@ from sgl_ext.balancer.relay.reading import Asked, BodyReader
 from sgl_ext.limits.bounds import LARGE_BODY_BYTES
 from sgl_ext.limits.byte_account import ByteAccount
 from sgl_ext.protocols.errors import BalancerError
-from sgl_ext.requests.strip import HeaderStrip
+from sgl_ext.reading.strip import HeaderStrip
 from tests.balancer.conftest import Engine, Start
 
 TEXT = "x" * LARGE_BODY_BYTES

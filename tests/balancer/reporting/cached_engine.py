@@ -10,9 +10,9 @@ import orjson
 from aiohttp import web
 
 from sgl_ext.protocols.registry import of_path
-from sgl_ext.requests.segments import read_chain
+from sgl_ext.reading.segments import read_chain
 from tests.balancer.conftest import Engine
-from tests.doctor.prompts import CHAT, MESSAGES, RESPONSES
+from tests.prompts.examples import CHAT, MESSAGES, RESPONSES
 
 _numbers = count(1)
 STREAM = {"content-type": "text/event-stream"}

@@ -7,8 +7,8 @@ from typing import Any
 
 from sgl_ext.balancer.reporting import activity
 from sgl_ext.balancer.reporting.activity import Activity, merged
-from sgl_ext.requests.client_facts import ClientFacts
-from sgl_ext.requests.usage import Usage
+from sgl_ext.reading.client import ClientFacts
+from sgl_ext.reading.usage import Usage
 
 NOW_S = 1_000_000.0
 

@@ -13,13 +13,13 @@ from sgl_ext.balancer.metrics.registry import Metrics
 from sgl_ext.balancer.reporting.cache_turns import CacheTurn, CacheTurns
 from sgl_ext.balancer.routing.attempts import Attempt, RoutingRequest
 from sgl_ext.balancer.routing.worker import Worker
-from sgl_ext.doctor.cache_miss import settings_of
 from sgl_ext.membership.member import Member
+from sgl_ext.prompts.cache_miss import settings_of
 from sgl_ext.protocols.cache_diagnostics import NOT_FOUND, Question
-from sgl_ext.requests.segments import Chain
+from sgl_ext.reading.segments import Chain
 from tests.balancer.conftest import Start
 from tests.balancer.reporting.cached_engine import TEXT, CachedEngine
-from tests.doctor.prompts import CHAT, MESSAGES, RESPONSES, SYSTEM, TOOLS
+from tests.prompts.examples import CHAT, MESSAGES, RESPONSES, SYSTEM, TOOLS
 
 LONG = "What was found before matters here as well. " * 60
 

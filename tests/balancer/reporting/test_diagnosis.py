@@ -18,11 +18,10 @@ from sgl_ext.balancer.routing.router import Router
 from sgl_ext.balancer.routing.workers import Workers
 from sgl_ext.doctor.__main__ import main
 from sgl_ext.protocols.registry import of_path
-from sgl_ext.requests.client_facts import NO_FACTS
-from sgl_ext.requests.session import shown_name
-from sgl_ext.requests.strip import HeaderStrip, strip_request
+from sgl_ext.reading.client import NO_FACTS, shown_name
+from sgl_ext.reading.strip import HeaderStrip, strip_request
 from tests.balancer.conftest import Engine, Start
-from tests.doctor.prompts import MESSAGES, SYSTEM, TOOLS, messages, system, turns
+from tests.prompts.examples import MESSAGES, SYSTEM, TOOLS, messages, system, turns
 from tests.waiting import HANG_S
 
 CLAUDE = {"user-agent": "claude-cli/2.1.197 (external, cli)", "x-tenant-id": "team-a"}

@@ -11,9 +11,9 @@ from sgl_ext.balancer.reporting.activity import Activity
 from sgl_ext.balancer.reporting.ended_request import Outcome, ended_request
 from sgl_ext.balancer.reporting.request_log import RequestLog
 from sgl_ext.balancer.routing.attempts import NO_ROUTING, Attempt, RoutingRequest
-from sgl_ext.requests.client_facts import NO_FACTS, ClientFacts
-from sgl_ext.requests.segments import Chain
-from sgl_ext.requests.usage import Usage
+from sgl_ext.reading.client import NO_FACTS, ClientFacts
+from sgl_ext.reading.segments import Chain
+from sgl_ext.reading.usage import Usage
 from tests.balancer.workers import workers_at
 
 A = "http://a"

@@ -20,7 +20,7 @@ from sgl_ext.balancer.reporting.span_export import (
     SpanExport,
     check_export,
 )
-from sgl_ext.protocols.trace_context import read_trace
+from sgl_ext.protocols.request_ids import read_trace
 from sgl_ext.settings.schema import BalancerSettings, SettingsError
 from sgl_ext.settings.sources import balancer_settings
 from tests.balancer.conftest import Engine, Start

@@ -9,7 +9,7 @@ from sgl_ext.balancer.cluster.group_memory import GroupMemory
 from sgl_ext.balancer.routing.prefix.prefix_events import EventStreamBroken, PrefixEventReader
 from sgl_ext.balancer.routing.prefix.prefixes import Prefixes
 from sgl_ext.pin_mirror import PinMirror
-from sgl_ext.requests.segments import Chain
+from sgl_ext.reading.segments import Chain
 
 WORKER, OTHER, NOW = 3, 4, 100.0
 CHAIN = Chain(hashes=[number << 100 | number for number in (1, 2, 3)], ends=[100, 200, 300])

@@ -20,7 +20,7 @@ from sgl_ext.balancer.routing.explanation import explain
 from sgl_ext.balancer.routing.homes import MOST_LISTED
 from sgl_ext.balancer.routing.router import Router
 from sgl_ext.balancer.routing.worker import Load, Worker
-from sgl_ext.requests.segments import Chain
+from sgl_ext.reading.segments import Chain
 from tests.balancer.routing.test_router import Setting
 
 SEGMENT_TOKENS = 1_000

@@ -11,9 +11,9 @@ import pytest
 from sgl_ext.balancer.reporting.ended_request import Outcome, as_line, ended_request
 from sgl_ext.balancer.routing.attempts import RoutingRequest
 from sgl_ext.doctor.__main__ import main
-from sgl_ext.requests.client_facts import ClientFacts
-from sgl_ext.requests.segments import Chain
-from sgl_ext.requests.usage import Usage
+from sgl_ext.reading.client import ClientFacts
+from sgl_ext.reading.segments import Chain
+from sgl_ext.reading.usage import Usage
 
 PRICES = 'currency = "USD"\ncomputed = 3.0\nread = 0.3\noutput = 15.0\n'
 

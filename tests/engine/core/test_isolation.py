@@ -18,8 +18,8 @@ from sgl_ext.engine.core.request_context import RequestContext, entered
 from sgl_ext.engine.http import generation_hook
 from sgl_ext.engine.prefill_ahead.prefiller import Job, Prefiller
 from sgl_ext.engine.prefill_ahead.service import PrefillRequests
-from sgl_ext.requests.cache_marks import NO_MARKS
-from sgl_ext.requests.segments import Chain
+from sgl_ext.reading.cache_marks import NO_MARKS
+from sgl_ext.reading.segments import Chain
 
 TEXT = st.text(alphabet="0123456789:ab", max_size=6)
 

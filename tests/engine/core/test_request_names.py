@@ -19,7 +19,7 @@ from sgl_ext.engine.core.request_names import (
 )
 from sgl_ext.engine.core.tenancy import name_request
 from sgl_ext.protocols.request_ids import is_valid_id
-from sgl_ext.requests.session import PURPOSE_HEADER
+from sgl_ext.reading.client import PURPOSE_HEADER
 
 IDS = st.from_regex(r"[A-Za-z0-9._+/=@#-]{1,12}", fullmatch=True)
 PURPOSES = st.sampled_from(["", "retry-1", "retry-12", "standby"])

@@ -26,7 +26,7 @@ from sgl_ext.engine.http.extension import HttpExtension
 from sgl_ext.engine.http.pin_placement import log_limits, place_pins
 from sgl_ext.engine.http.template_facts import make_plan, template_of
 from sgl_ext.protocols.registry import of_path
-from sgl_ext.requests.cache_marks import TtlLimits, read_marks
+from sgl_ext.reading.cache_marks import TtlLimits, read_marks
 from sgl_ext.templates.model import Place
 
 MESSAGES, CHAT = "/v1/messages", "/v1/chat/completions"

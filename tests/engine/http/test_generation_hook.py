@@ -17,9 +17,9 @@ from msgspec import convert, to_builtins
 from sgl_ext.engine.core.hints import decode_hints
 from sgl_ext.engine.core.request_context import WHOLE_PROMPT, RequestContext, current, enter
 from sgl_ext.engine.http.generation_hook import send_hints
-from sgl_ext.requests.cache_marks import NO_MARKS
-from sgl_ext.requests.priority import Importance
-from sgl_ext.requests.segments import Chain
+from sgl_ext.reading.cache_marks import NO_MARKS
+from sgl_ext.reading.hints import Importance
+from sgl_ext.reading.segments import Chain
 
 CHAIN = Chain((1, 2**128 - 1), (10, 2**40))
 OWN = {"action_id": "1", "action_type": "another", "action_version": "3", "payload": {"a": 1}}

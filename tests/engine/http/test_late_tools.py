@@ -21,9 +21,9 @@ from sgl_ext.engine.core.request_context import RequestContext
 from sgl_ext.engine.http.rendering import leave_deferred_out
 from sgl_ext.engine.http.translation import for_sglang, keep_deferral
 from sgl_ext.protocols.registry import of_path
-from sgl_ext.requests.protocol import Model
-from sgl_ext.requests.rewriting import translate
-from sgl_ext.requests.segments import read_chain
+from sgl_ext.reading.protocol import Model
+from sgl_ext.reading.rewriting import translate
+from sgl_ext.reading.segments import read_chain
 from sgl_ext.templates.instructions import Places, with_sayable_roles
 from sgl_ext.templates.model import Place
 

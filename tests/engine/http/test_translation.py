@@ -11,7 +11,7 @@ import pytest
 
 from sgl_ext.engine.core.request_context import RequestContext, put_on
 from sgl_ext.engine.http.translation import convert_messages, keep_budget, model_of, name_namespaces
-from sgl_ext.requests.protocol import Model
+from sgl_ext.reading.protocol import Model
 
 TOOLS = [{"type": "namespace", "name": "agents", "tools": [{"type": "function", "name": "spawn"}]}]
 

@@ -18,7 +18,7 @@ from starlette.websockets import WebSocket, WebSocketDisconnect
 from sgl_ext.engine.core.dry_run import convert
 from sgl_ext.engine.middleware import secret as secret_middleware
 from sgl_ext.engine.middleware.secret import install, send_secret
-from sgl_ext.requests.session import SECRET_HEADER
+from sgl_ext.reading.client import SECRET_HEADER
 from sgl_ext.settings.secrets import EngineSecret
 
 OLD, NEW = "old-0123456789abcdef", "new-0123456789abcdef"

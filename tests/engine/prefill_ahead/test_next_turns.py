@@ -13,11 +13,11 @@ from hypothesis import strategies as st
 
 from sgl_ext.engine.core.request_context import RequestContext
 from sgl_ext.engine.prefill_ahead.next_turns import NextTurns, certain_ids
-from sgl_ext.requests.cache_marks import Marks
-from sgl_ext.requests.client_facts import ClientFacts
-from sgl_ext.requests.next_turn import Turn
-from sgl_ext.requests.priority import Importance
-from sgl_ext.requests.segments import Chain
+from sgl_ext.reading.cache_marks import Marks
+from sgl_ext.reading.client import ClientFacts
+from sgl_ext.reading.hints import Importance
+from sgl_ext.reading.next_turn import Turn
+from sgl_ext.reading.segments import Chain
 
 NONCE = "0a1b2c3d4e5f6a7bn0z"
 

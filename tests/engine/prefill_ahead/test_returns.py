@@ -16,7 +16,7 @@ from sgl_ext.engine.core.request_context import RequestContext
 from sgl_ext.engine.prefill_ahead import returns as module
 from sgl_ext.engine.prefill_ahead.prefiller import Job, Prefiller
 from sgl_ext.engine.prefill_ahead.returns import SessionReturns
-from sgl_ext.requests.client_facts import NO_FACTS
+from sgl_ext.reading.client import NO_FACTS
 from tests.engine.prefill_ahead.test_prefiller import ARGS, Manager, Tree, job, refused, worked
 
 FIRST_S = PRIOR[0] - LEAD_S

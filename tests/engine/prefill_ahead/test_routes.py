@@ -15,7 +15,7 @@ from sgl_ext.engine.core.request_context import RequestContext
 from sgl_ext.engine.prefill_ahead import service
 from sgl_ext.engine.prefill_ahead.prefiller import Job
 from sgl_ext.engine.prefill_ahead.service import MOST_WAITING, PrefillRequests
-from sgl_ext.requests.segments import Chain
+from sgl_ext.reading.segments import Chain
 
 BODY = {"messages": [{"role": "user", "content": "Hello"}], "max_tokens": 8}
 

@@ -28,8 +28,8 @@ from sgl_ext_cpu.nursery import Nursery, Server
 from scheduler.silence import Signs
 from sgl_ext.engine.http.event_broadcaster import PATH
 from sgl_ext.protocols.registry import of_path
-from sgl_ext.requests.segments import read_chain
-from tests.requests.test_system_text import HEADER
+from sgl_ext.reading.segments import read_chain
+from tests.reading.test_system_text import HEADER
 from tests.waiting import until
 
 POOL = 4096

@@ -16,7 +16,7 @@ from radix.shared_index import SharedIndex
 from scheduler.placing.shortlist import bits_of
 from sgl_ext.balancer.metrics.instruments import Tables
 from sgl_ext.balancer.routing.worker import Worker
-from sgl_ext.requests.segments import Chain
+from sgl_ext.reading.segments import Chain
 
 _BYTES_PER_TOKEN = 4.0
 _CALIBRATE_FROM_TOKENS = 256

@@ -1,0 +1,1 @@
+"""What a request says: its prompt in segments, its marks, hints, session and client."""

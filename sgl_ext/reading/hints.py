@@ -1,0 +1,185 @@
+"""The hints of a request: its priority, the expected length of its answer, and what the operator
+gives a request that states none."""
+
+import re
+import reprlib
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+import msgspec
+
+from sgl_ext.reading.cache_marks import TtlLimits
+from sgl_ext.reading.field_types import as_integer
+
+# What a request that says nothing itself is given: the operator's default hints.
+#
+# A default acts like the same hint of the client, and only where the client gives none:
+#
+#     priority    `nvext.agent_hints.priority`, the headers and the like; never above the ceiling
+#     osl         `nvext.agent_hints.osl`
+#     prefill     `nvext.agent_hints.speculative_prefill`
+#     ttl_s       `nvext.cache_control`: the TTL of marks that state none, and of the whole prompt
+#                 of a request without marks
+#
+# The balancer decides which defaults a request has, and sends them to the engine in a header.
+
+DEFAULTS_HEADER = "x-sgl-ext-default-hints"
+
+
+class DefaultHints(msgspec.Struct, frozen=True, omit_defaults=True):
+    """Default hints; None where there is no default. ttl_s: 0 pins no prompt without marks."""
+
+    priority: int | None = None
+    osl: int | None = None
+    prefill: bool | None = None
+    ttl_s: float | None = None
+
+    def over(self, others: "DefaultHints") -> "DefaultHints":
+        """These hints, and those of `others` where there are none of these."""
+        return DefaultHints(
+            self.priority if self.priority is not None else others.priority,
+            self.osl if self.osl is not None else others.osl,
+            self.prefill if self.prefill is not None else others.prefill,
+            self.ttl_s if self.ttl_s is not None else others.ttl_s,
+        )
+
+    def ttl_limits(self, limits: TtlLimits) -> TtlLimits:
+        """The server's limits for a request with these defaults."""
+        if self.ttl_s is None:
+            return limits
+        if self.ttl_s == 0:
+            return replace(limits, unmarked_s=0.0)
+        granted_s = limits.granted_s(self.ttl_s)
+        return replace(limits, default_s=granted_s, unmarked_s=granted_s)
+
+
+NO_DEFAULTS = DefaultHints()
+
+
+def written(hints: DefaultHints) -> bytes:
+    """The header line that tells an engine."""
+    return b"%b: %b\r\n" % (DEFAULTS_HEADER.encode(), msgspec.json.encode(hints))
+
+
+def read_written(headers: Mapping[str, str]) -> DefaultHints:
+    """The defaults in a balancer's header, if there are any. Raises ValueError if malformed."""
+    stated = headers.get(DEFAULTS_HEADER)
+    return NO_DEFAULTS if stated is None else msgspec.json.decode(stated, type=DefaultHints)
+
+
+# A request's priority and expected output length, as its client states them.
+#
+#     x-sgl-ext-priority, x-dynamo-request-priority     a header; it overrides the body
+#     nvext.agent_hints.priority                        an integer in the body
+#     nvext.agent_hints.osl                             the expected length of the answer, in tokens
+#     nvext.agent_hints.speculative_prefill             whether to prefill the next turn ahead
+#     nvext.agent_hints.mark_complete_calls             whether a chat's stream marks them
+#     priority                                          SGLang's own, in the body
+#     service_tier                                      OpenAI's: "priority" is 10, "flex" is -10
+#
+# Higher is more important, and the default is 0. Values are clamped to -LIMIT..LIMIT, and to the
+# tenant's ceiling.
+
+LIMIT = 1000
+PRIORITY_HEADERS = ("x-sgl-ext-priority", "x-dynamo-request-priority")
+_TIERS = {"priority": 10, "flex": -10}
+_KNOWN_TIERS = (None, *_TIERS, "auto", "default", "scale", "standard", "standard_only")
+_HINTS = (
+    ("priority", int, "an integer"),
+    ("osl", int, "an integer"),
+    ("speculative_prefill", bool, "true or false"),
+    ("mark_complete_calls", bool, "true or false"),
+)
+_OUTPUT_LIMITS = ("max_tokens", "max_completion_tokens", "max_output_tokens")
+_INTEGER = re.compile(r"[+-]?[0-9]{1,20}")
+
+
+@dataclass(frozen=True, slots=True)
+class Importance:
+    """A request's priority and related hints.
+
+    output_tokens: the expected length of the answer, at most what the request allows; None if it
+        is not stated.
+    error: a malformed field of our own, or "".
+    ignored: other vendors' hints with unknown values.
+    is_clamped: the request asked for more than the ceiling, and got the ceiling.
+    speculative_prefill: whether to prefill the next turn ahead; None if it is not stated.
+    """
+
+    priority: int = 0
+    output_tokens: int | None = None
+    error: str = ""
+    ignored: int = 0
+    is_clamped: bool = False
+    speculative_prefill: bool | None = None
+
+
+USUAL = Importance()
+
+
+def read_importance(
+    headers: Mapping[str, str],
+    body: Any,
+    ceiling: int = LIMIT,
+    defaults: DefaultHints = NO_DEFAULTS,
+) -> Importance:
+    """A request's priority, at most `ceiling`, and related hints. Never raises.
+
+    The ceiling also limits the default priority. `headers` has lower-case names. defaults: what
+    counts where the request says nothing.
+    """
+    body = body if isinstance(body, dict) else {}
+    name = next((name for name in PRIORITY_HEADERS if headers.get(name)), None) if headers else None
+    nvext, tier, own = body.get("nvext"), body.get("service_tier"), body.get("priority")
+    says_nothing = name is None and nvext is None and tier is None and own is None
+    if says_nothing and defaults is NO_DEFAULTS:
+        return USUAL if ceiling >= 0 else Importance(max(ceiling, -LIMIT))
+    hints = nvext.get("agent_hints") if isinstance(nvext, dict) else None
+    hints = {} if hints is None else hints
+    if error := _error_in(hints):
+        return Importance(error=f"nvext.agent_hints{error}")
+    # SGLang would reject another type than int, or convert it.
+    ignored = (own is not None and type(own) is not int) + (tier not in _KNOWN_TIERS)
+    priorities = [
+        hints.get("priority"),
+        own if type(own) is int else None,
+        _TIERS.get(tier) if isinstance(tier, str) else None,
+    ]
+    if name is not None:
+        if _INTEGER.fullmatch(headers[name].strip()) is not None:
+            priorities.insert(0, int(headers[name]))
+        elif name == PRIORITY_HEADERS[0]:
+            return Importance(error=f"{name}: must be an integer, not {headers[name][:40]!r}")
+        else:
+            ignored += 1
+    priority = next((each for each in priorities if each is not None), None)
+    osl, prefill = hints.get("osl"), hints.get("speculative_prefill")
+    return Importance(
+        max(
+            min((defaults.priority if priority is None else priority) or 0, LIMIT, ceiling), -LIMIT
+        ),
+        _expected_output(defaults.osl if osl is None else osl, body),
+        ignored=ignored,
+        is_clamped=priority is not None and priority > ceiling,
+        speculative_prefill=defaults.prefill if prefill is None else prefill,
+    )
+
+
+def _expected_output(stated: int | None, body: Mapping[str, Any]) -> int | None:
+    if stated is None:
+        return None
+    sampling = body.get("sampling_params")
+    limits = [as_integer(body.get(field)) for field in _OUTPUT_LIMITS]
+    limits.append(sampling.get("max_new_tokens") if isinstance(sampling, dict) else None)
+    return min(stated, *(limit for limit in limits if type(limit) is int and limit >= 0), stated)
+
+
+def _error_in(hints: Any) -> str:
+    if not isinstance(hints, dict):
+        return ": must be an object"
+    for field, kind, form in _HINTS:
+        if (value := hints.get(field)) is not None and type(value) is not kind:
+            return f".{field}: must be {form}, not {reprlib.repr(value)}"
+    expected = hints.get("osl") or 0
+    return f".osl: must not be negative, as {expected} is" if expected < 0 else ""

@@ -1,1 +1,0 @@
-"""Reading a request of any protocol as plain data. Pure: no HTTP, no SGLang."""

@@ -1,0 +1,167 @@
+"""Priority and related hints are read from headers and bodies, and limited by the ceiling."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import orjson
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from sgl_ext.reading.hints import LIMIT, Importance, read_importance
+
+OURS, DYNAMO = "x-sgl-ext-priority", "x-dynamo-request-priority"
+
+
+def hinted(**hints: Any) -> dict[str, Any]:
+    return {"nvext": {"agent_hints": hints}}
+
+
+@pytest.mark.parametrize(
+    ("headers", "body", "priority"),
+    [
+        ({}, {}, 0),
+        ({}, None, 0),
+        ({OURS: "7"}, {}, 7),
+        ({OURS: " -7 "}, {}, -7),
+        ({DYNAMO: "5"}, {}, 5),
+        ({OURS: "7", DYNAMO: "5"}, {}, 7),
+        ({}, hinted(priority=3), 3),
+        ({OURS: "7"}, hinted(priority=3), 7),
+        ({}, {"service_tier": "priority"}, 10),
+        ({}, {"service_tier": "flex"}, -10),
+        ({}, {"service_tier": "auto"}, 0),
+        ({}, {"service_tier": "flex"} | hinted(priority=0), 0),
+        ({}, hinted(priority=2**63), LIMIT),
+        ({OURS: "-99999999"}, {}, -LIMIT),
+    ],
+)
+def test_the_sources_of_priority_have_an_order(
+    headers: dict[str, str], body: Any, priority: int
+) -> None:
+    found = read_importance(headers, body)
+    assert (found.priority, found.error, found.ignored) == (priority, "", 0)
+
+
+@pytest.mark.parametrize(
+    ("headers", "body", "ceiling", "priority", "is_clamped"),
+    [
+        ({OURS: "900"}, {}, 5, 5, True),
+        ({OURS: "-900"}, {}, 5, -900, False),
+        ({OURS: "5"}, {}, 5, 5, False),
+        ({}, hinted(priority=6), 5, 5, True),
+        ({}, {"priority": 6}, 5, 5, True),
+        ({}, {"service_tier": "priority"}, 5, 5, True),
+        ({OURS: "6"}, hinted(priority=7), 5, 5, True),
+        ({OURS: "4"}, hinted(priority=7), 5, 4, False),
+        ({OURS: "6"}, hinted(priority=4), 5, 5, True),
+        ({DYNAMO: str(2**63)}, {"priority": 2**63}, LIMIT, LIMIT, True),
+        ({}, {}, -5, -5, False),
+        ({}, {"service_tier": "auto"}, -5, -5, False),
+        ({}, hinted(osl=3), -5, -5, False),
+        ({OURS: "0"}, {}, -5, -5, True),
+        ({OURS: "-6"}, {}, -5, -6, False),
+        ({OURS: "-9999"}, {}, -LIMIT, -LIMIT, False),
+    ],
+)
+def test_priority_is_clamped_to_the_ceiling_and_the_clamp_is_reported(
+    headers: dict[str, str], body: Any, ceiling: int, priority: int, is_clamped: bool
+) -> None:
+    found = read_importance(headers, body, ceiling)
+    assert (found.priority, found.is_clamped, found.error) == (priority, is_clamped, "")
+
+
+def test_an_expected_output_length_is_read() -> None:
+    assert read_importance({}, hinted(osl=300)) == Importance(0, 300)
+
+
+@pytest.mark.parametrize("value", [True, False, None])
+def test_the_hint_to_prefill_ahead_is_read(value: bool | None) -> None:
+    hints = hinted(speculative_prefill=value, priority=3)
+    assert read_importance({}, hints) == Importance(3, speculative_prefill=value)
+    assert read_importance({OURS: "5"}, hints).speculative_prefill is value
+    assert read_importance({}, {}).speculative_prefill is None
+
+
+@pytest.mark.parametrize("value", ["true", 1, 0, 1.0, [], {}])
+def test_prefilling_ahead_is_true_or_false(value: Any) -> None:
+    error = read_importance({}, hinted(speculative_prefill=value)).error
+    wanted = "nvext.agent_hints.speculative_prefill: must be true or false, not "
+    assert error == wanted + repr(value)
+
+
+@pytest.mark.parametrize("value", ["high", "5", 1.5, float("nan"), True, [], {}])
+def test_a_wrong_type_in_our_own_field_is_an_error_that_names_it(value: Any) -> None:
+    assert "nvext.agent_hints.priority" in read_importance({}, hinted(priority=value)).error
+    assert "nvext.agent_hints.osl" in read_importance({}, hinted(osl=value)).error
+
+
+@pytest.mark.parametrize("value", ["5", 1.5, 5.0, float("nan"), True, [], {}, -(2.0**64)])
+def test_a_wrong_type_in_sglangs_field_is_ignored_and_counted(value: Any) -> None:
+    assert read_importance({}, {"priority": value}) == Importance(ignored=1)
+    assert read_importance({OURS: "3"}, {"priority": value}) == Importance(3, ignored=1)
+    assert read_importance({}, {"priority": value} | hinted(priority=4)) == Importance(4, ignored=1)
+
+
+def test_a_whole_number_of_any_size_is_a_priority_in_sglangs_field_too() -> None:
+    assert read_importance({}, {"priority": 2**63}).priority == LIMIT
+    assert read_importance({}, {"priority": -(2**63)}).priority == -LIMIT
+    assert read_importance({}, {"priority": None}) == Importance()
+
+
+@pytest.mark.parametrize("value", ["high", "5", 1.5, float("nan"), True])
+def test_a_valid_source_does_not_excuse_a_malformed_one(value: Any) -> None:
+    header = {OURS: "high" if value == "5" else str(value)}
+    assert OURS in read_importance(header, hinted(priority=5)).error
+    assert OURS in read_importance(header, {"priority": 5}).error
+    for headers in ({OURS: "5"}, header):
+        assert (
+            "nvext.agent_hints.priority" in read_importance(headers, hinted(priority=value)).error
+        )
+
+
+def test_other_malformed_fields_of_our_own_are_named() -> None:
+    assert "nvext.agent_hints" in read_importance({}, {"nvext": {"agent_hints": 5}}).error
+    assert "osl" in read_importance({}, hinted(osl=-1)).error
+    for text in ("high", "1.5", "nan", "1" * 30):
+        assert OURS in read_importance({OURS: text}, {}).error
+
+
+def test_unknown_values_of_other_vendors_hints_are_counted() -> None:
+    assert read_importance({DYNAMO: "high"}, {}) == Importance(ignored=1)
+    assert read_importance({}, {"service_tier": "gold"}) == Importance(ignored=1)
+
+
+_JSON = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=5),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=5), inner),
+    max_leaves=5,
+)
+
+
+@given(st.dictionaries(st.sampled_from(["nvext", "service_tier"]), _JSON), _JSON, _JSON)
+def test_no_body_breaks_it(body: dict[str, Any], hints: Any, priority: Any) -> None:
+    for document in (body, hinted(priority=priority), {"nvext": {"agent_hints": hints}}, hints):
+        found = read_importance({}, document)
+        assert -LIMIT <= found.priority <= LIMIT
+        orjson.dumps(found.error)
+
+
+@pytest.mark.parametrize(
+    ("body", "expected"),
+    [
+        ({}, 262_000),
+        ({"max_tokens": 4}, 4),
+        ({"max_tokens": 4.0}, 4),
+        ({"max_completion_tokens": 5, "max_tokens": 9}, 5),
+        ({"max_output_tokens": 6}, 6),
+        ({"sampling_params": {"max_new_tokens": 7}}, 7),
+        ({"max_tokens": 300_000}, 262_000),
+        ({"max_tokens": None, "sampling_params": [{"max_new_tokens": 1}]}, 262_000),
+    ],
+)
+def test_an_answer_is_not_expected_to_be_longer_than_the_request_allows(
+    body: dict[str, Any], expected: int
+) -> None:
+    assert read_importance({}, body | hinted(osl=262_000)).output_tokens == expected
