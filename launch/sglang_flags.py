@@ -13,7 +13,7 @@ from importlib import import_module
 from importlib.metadata import version
 from typing import Any
 
-from sgl_ext.node.start.flags import TABLE
+from sgl_ext.node.flags import TABLE
 
 _TYPES = {int: "int", float: "float", json.loads: "json"}
 

@@ -22,23 +22,17 @@ from rich.console import Console
 from sgl_ext.balancer.store.documents import StoreUnusable
 from sgl_ext.hangup import hold_hangups, on_hangup
 from sgl_ext.node import hardware
-from sgl_ext.node.child import Child
-from sgl_ext.node.children import make_children
+from sgl_ext.node.checks import check_restart, check_start, open_shared_tier
+from sgl_ext.node.child import FLEET, READY, Child, stage_of
+from sgl_ext.node.children import Engine, make_children
 from sgl_ext.node.control import Control, socket_path
-from sgl_ext.node.engine import Engine
-from sgl_ext.node.engine_calls import EngineCalls
-from sgl_ext.node.keepers import HUNG_LOOK_S, HungEngines, Keepers, end_at_once
-from sgl_ext.node.log_dir import locked, rotated
+from sgl_ext.node.failure import reason_of
+from sgl_ext.node.flags import why_one_start
+from sgl_ext.node.keepers import HUNG_LOOK_S, EngineCalls, HungEngines, Keepers, end_at_once
+from sgl_ext.node.log_dir import begin_log, launcher_log, locked, rotated
 from sgl_ext.node.progress import start_progress, summary
 from sgl_ext.node.reloads import Reloads, live_settings
-from sgl_ext.node.replacement import Replacement
-from sgl_ext.node.restarts import Restarts
-from sgl_ext.node.stages import FLEET, READY, stage_of
-from sgl_ext.node.start.addresses import why_one_start
-from sgl_ext.node.start.checks import check_restart, check_start
-from sgl_ext.node.start.failure import reason_of
-from sgl_ext.node.start.launcher_log import begin_log, launcher_log
-from sgl_ext.node.start.shared_tier import open_shared_tier
+from sgl_ext.node.restarts import Replacement, Restarts
 from sgl_ext.output import LossyStream
 from sgl_ext.settings.schema import LaunchSettings, SettingsError
 from sgl_ext.settings.sources import launch_settings, names_file

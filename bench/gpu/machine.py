@@ -19,8 +19,8 @@ from sgl_ext_cpu.model import SHAPES
 from sgl_ext_cpu.node import FORKING, ROOT
 
 from bench.gpu.groups import GROUPS, Group, Setting
+from sgl_ext.node.checks import free_gpu_memory
 from sgl_ext.node.hardware import Hardware, find_hardware
-from sgl_ext.node.start.room import free_gpu_memory
 from sgl_ext.settings.schema import LaunchSettings, SettingsError
 from sgl_ext.settings.sources import launch_settings
 

@@ -19,7 +19,7 @@ from typing import Any, Literal
 from sgl_ext_cpu.node import ROOT
 
 from bench.lib.script import NOT_VALID
-from sgl_ext.node.start.failure import failure
+from sgl_ext.node.failure import failure
 
 Status = Literal["ok", "failed", "not valid", "not run"]
 _OUTPUT, _ERRORS = "output.log", "errors.log"

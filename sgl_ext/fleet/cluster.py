@@ -27,7 +27,7 @@ from sgl_ext.fleet.engine_host import EngineHost
 from sgl_ext.fleet.orders import Order, name_of, number_of
 from sgl_ext.fleet.plan import Room, too_small
 from sgl_ext.membership.gcs import gcs_address
-from sgl_ext.node.devices.sizes import gpus_of_engine
+from sgl_ext.node.hardware import gpus_of_engine
 
 _PLACED_S = 10.0
 

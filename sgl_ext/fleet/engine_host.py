@@ -28,10 +28,10 @@ from sgl_ext.membership.member import Member, MembershipError, State
 from sgl_ext.membership.ray import RENEWED_S, Entry, engines_key
 from sgl_ext.node import hardware
 from sgl_ext.node.child import Child
+from sgl_ext.node.failure import reason_of
+from sgl_ext.node.flags import ports_beside
 from sgl_ext.node.log_dir import new_log, rotated
 from sgl_ext.node.ports import free_ports, reachable
-from sgl_ext.node.start.addresses import ports_beside
-from sgl_ext.node.start.failure import reason_of
 from sgl_ext.reading.client import SECRET_HEADER
 from sgl_ext.supervision import supervise
 

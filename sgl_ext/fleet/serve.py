@@ -17,8 +17,8 @@ from sgl_ext.fleet.orders import Board
 from sgl_ext.logs import write_logs
 from sgl_ext.membership.gcs import Gcs
 from sgl_ext.membership.member import MembershipError
+from sgl_ext.node.child import FLEET_SERVES
 from sgl_ext.node.lifeline import end_with_parent
-from sgl_ext.node.stages import FLEET_SERVES
 from sgl_ext.settings.schema import LaunchSettings, SettingsError
 from sgl_ext.supervision import supervise
 

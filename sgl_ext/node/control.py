@@ -19,10 +19,8 @@ from typing import Any
 
 from aiohttp import web
 
-from sgl_ext.node.child import Child
-from sgl_ext.node.restart_order import RestartRefused, read_order
-from sgl_ext.node.restarts import Restarts
-from sgl_ext.node.stages import READY, stage_of
+from sgl_ext.node.child import READY, Child, stage_of
+from sgl_ext.node.restarts import RestartRefused, Restarts, read_order
 from sgl_ext.settings.reloading import NothingToRead
 from sgl_ext.settings.schema import SettingsError
 from sgl_ext.temporary_folder import make_folder

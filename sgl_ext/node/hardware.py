@@ -1,14 +1,18 @@
-"""Finds the hardware for engines, and makes the command line and environment of each."""
+"""The hardware for engines: the devices of the node, and each engine's command and environment."""
 
+import json
 import os
+import re
+import shutil
+import subprocess
 import sys
 from collections.abc import Callable, Mapping
 from importlib.metadata import entry_points
 from typing import NamedTuple
 
-from sgl_ext.node.devices.nvidia_smi import Listed, list_devices
-from sgl_ext.node.devices.sizes import gpus_of_engine
-from sgl_ext.node.devices.torch_probe import Seen, ask_torch
+from msgspec import Struct
+
+from sgl_ext.node.flags import sizes_given
 from sgl_ext.settings.schema import LaunchSettings, SettingsError
 from sgl_ext.settings.shared_tier import tier_flags
 
@@ -27,6 +31,9 @@ _CPU_DEFAULTS = (
     *("--cuda-graph-backend-decode", "disabled", "--cuda-graph-backend-prefill", "disabled"),
 )
 _SMALL = "For a small model on the CPU: --config cpu, or --platform cpu (docs/start/developer.md)"
+LIMIT_S = 30.0
+"""A driver without its persistence daemon takes many seconds for its first answer."""
+TORCH_LIMIT_S = 120.0
 
 
 class Hardware(NamedTuple):
@@ -40,6 +47,113 @@ class Hardware(NamedTuple):
     platform: str | None = None
     reason: str = ""
     variable: str = _CUDA
+
+
+class EngineGpus(NamedTuple):
+    """The GPUs of an engine on this node. shown: the sizes whose product they are."""
+
+    gpus: int
+    shown: str
+
+
+class Listed(NamedTuple):
+    """The devices that CUDA_VISIBLE_DEVICES can name.
+
+    ids: indices of GPUs, and UUIDs of MIG slices in place of a GPU that is divided.
+    problem: why nvidia-smi did not answer; "" if it did.
+    """
+
+    ids: tuple[str, ...] = ()
+    problem: str = ""
+
+
+class Seen(Struct, frozen=True):
+    """What torch says.
+
+    cuda, hip: the versions that it is built for. warning: why it uses no GPU, as far as it says.
+    problem: why it says nothing.
+    """
+
+    count: int = 0
+    version: str = ""
+    cuda: str | None = None
+    hip: str | None = None
+    warning: str = ""
+    problem: str = ""
+
+    @property
+    def build(self) -> str:
+        """Its version, and what it is built for."""
+        kind = f"CUDA {self.cuda}" if self.cuda else f"ROCm {self.hip}" if self.hip else "no GPU"
+        return f"torch {self.version}, built for {kind}"
+
+
+def list_devices(limit_s: float = LIMIT_S) -> Listed:
+    """The node's devices as nvidia-smi lists them."""
+    program = shutil.which("nvidia-smi")
+    if program is None:
+        return Listed(problem="nvidia-smi is not installed")
+    try:
+        answer = subprocess.run(
+            [program, "-L"], capture_output=True, text=True, timeout=limit_s, errors="replace"
+        )
+    except subprocess.TimeoutExpired:
+        return Listed(problem=f"nvidia-smi -L gave no answer in {limit_s:g} s")
+    except OSError as error:
+        return Listed(problem=f"nvidia-smi cannot be run: {error.strerror}")
+    if answer.returncode:
+        said = " ".join((answer.stderr + answer.stdout).split())[:300]
+        return Listed(problem=f"nvidia-smi -L ended with status {answer.returncode}: {said}")
+    return Listed(parsed_devices(answer.stdout))
+
+
+_GPU = re.compile(r"GPU (\d+):")
+_SLICE = re.compile(r"\s+MIG .*\(UUID: (MIG-[^)]+)\)")
+
+
+def parsed_devices(text: str) -> tuple[str, ...]:
+    """The devices in the output of `nvidia-smi -L`."""
+    ids: list[str] = []
+    for line in text.splitlines():
+        if found := _GPU.match(line):
+            whole = found[1]
+            ids.append(whole)
+        elif (found := _SLICE.match(line)) and ids:
+            if ids[-1] == whole:
+                ids.pop()
+            ids.append(found[1])
+    return tuple(ids)
+
+
+_QUESTION = """
+import json, warnings
+with warnings.catch_warnings(record=True) as heard:
+    warnings.simplefilter("always")
+    import torch
+    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+print(json.dumps({
+    "count": count,
+    "version": torch.__version__,
+    "cuda": torch.version.cuda,
+    "hip": torch.version.hip,
+    "warning": " ".join(str(one.message) for one in heard if "CUDA" in str(one.message)),
+}))
+"""
+
+
+def ask_torch(environ: Mapping[str, str], limit_s: float = TORCH_LIMIT_S) -> Seen:
+    """What torch sees of the GPUs that these variables leave visible."""
+    command = [sys.executable, "-c", _QUESTION]
+    try:
+        answer = subprocess.run(
+            command, capture_output=True, text=True, timeout=limit_s, env=dict(environ)
+        )
+    except subprocess.TimeoutExpired:
+        return Seen(problem=f"torch found no GPU within {limit_s:g} s")
+    if answer.returncode:
+        last = (answer.stderr.strip().splitlines() or [f"status {answer.returncode}"])[-1]
+        return Seen(problem=f"torch cannot be imported: {last}")
+    return Seen(**json.loads(answer.stdout.splitlines()[-1]))
 
 
 def find_hardware(
@@ -183,3 +297,29 @@ def _ids(text: str) -> tuple[str, ...]:
 
 def _installed_platforms() -> set[str]:
     return entry_points(group="sglang.srt.platforms").names
+
+
+_TP, _PP, _DP, _NODES = "--tp-size", "--pp-size", "--dp-size", "--nnodes"
+_FIRST, _STEP = "--base-gpu-id", "--gpu-id-step"
+_READ = (_TP, _PP, _DP, _NODES, _FIRST, _STEP)
+_DP_IN_TP = "--enable-dp-attention"
+
+
+def gpus_of_engine(settings: LaunchSettings) -> EngineGpus:
+    """The GPUs that each engine of these settings takes. Raises SettingsError if a size is given
+    under two names that disagree."""
+    given = sizes_given(settings.engine_args, _READ)
+    if _TP in given:
+        raise SettingsError(f"[engine] {_TP}={given[_TP]}: the launcher's own setting is tp")
+    if _DP_IN_TP in settings.engine_args:
+        given.pop(_DP, None)
+    sizes = {"tp": settings.tp, "pp": given.get(_PP, 1), "dp": given.get(_DP, 1)}
+    shown = " x ".join(f"{name}={size}" for name, size in sizes.items() if size > 1 or name == "tp")
+    count = sizes["tp"] * sizes["pp"] * sizes["dp"]
+    if (nodes := given.get(_NODES, 1)) > 1:
+        count, shown = -(-count // nodes), f"{shown} on nnodes={nodes}"
+    # SGLang counts from the first, and may leave some out.
+    first, step = given.get(_FIRST, 0), given.get(_STEP, 1)
+    if (first, step) != (0, 1):
+        count, shown = first + (count - 1) * step + 1, f"{shown}, {_FIRST} {first}, {_STEP} {step}"
+    return EngineGpus(count, shown)

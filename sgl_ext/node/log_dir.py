@@ -1,13 +1,19 @@
 """The launcher's log directory, which one node uses at a time."""
 
 import fcntl
+import logging
 import os
 import shutil
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from sgl_ext.settings.schema import SettingsError
+from rich.console import Console
+
+from sgl_ext.logs import write_logs
+from sgl_ext.settings.fields import changed
+from sgl_ext.settings.schema import LaunchSettings, SettingsError
+from sgl_ext.version import versions
 
 _KEPT = 3
 """How many earlier logs, or parts of one, stay: `engine-0.log.1` is the last one."""
@@ -85,3 +91,26 @@ def _shift(path: Path) -> None:
 
 def _make(path: Path) -> None:
     os.close(os.open(path, os.O_WRONLY | os.O_CREAT, 0o600))
+
+
+log = logging.getLogger(__name__)
+
+
+def launcher_log(settings: LaunchSettings) -> Path:
+    """Its path."""
+    return Path(settings.log_dir) / "launcher.log"
+
+
+def begin_log(settings: LaunchSettings, console: Console) -> Callable[[str], None]:
+    """Begins the log. Gives a function that prints a line and logs it, too."""
+    balancer = settings.balancer
+    descriptor = open_log(new_log(launcher_log(settings)))
+    write_logs("launcher", balancer.log_format, balancer.log_level, descriptor)
+    log.info("starting", extra=versions()._asdict())
+    log.info("settings other than the defaults", extra=changed(settings))
+
+    def say(text: str) -> None:
+        console.print(text, highlight=False, soft_wrap=True, markup=False)
+        log.info("%s", text)
+
+    return say

@@ -9,8 +9,7 @@ from rich.live import Live
 from rich.panel import Panel
 from rich.table import Table
 
-from sgl_ext.node.child import Child
-from sgl_ext.node.stages import READY, stage_of
+from sgl_ext.node.child import READY, Child, stage_of
 from sgl_ext.settings.schema import LaunchSettings
 
 _UNTRIED = "waiting for the balancer's probe"

@@ -9,8 +9,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from sgl_ext.node.child import Child
-from sgl_ext.node.stages import FLEET
+from sgl_ext.node.child import FLEET, Child
 from sgl_ext.settings.reloading import LiveSettings, NothingToRead, in_words
 from sgl_ext.settings.schema import LaunchSettings, SettingsError
 

@@ -12,15 +12,299 @@ it and are held back; then they take over at once, and the other half restarts a
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable, Sequence
+import time
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
+from functools import partial
 from http import HTTPStatus
-from typing import Any
+from typing import Any, NamedTuple
 
-from sgl_ext.node.engine import Engine
-from sgl_ext.node.replacement import EngineFailed, EngineUnused, Replacement, Step
-from sgl_ext.node.restart_order import Order, Plan, RestartRefused, plan_restart
+import msgspec
+from msgspec.structs import replace
+
+from sgl_ext.node.child import stage_of
+from sgl_ext.node.children import Engine, EngineList, served_model
+from sgl_ext.node.failure import reason_of
+from sgl_ext.node.hardware import gpus_of_engine
+from sgl_ext.node.keepers import EngineCalls, Keepers
 from sgl_ext.settings.schema import LaunchSettings, SettingsError
+from sgl_ext.settings.secrets import is_reachable
+from sgl_ext.settings.sources import check_launch
+
+
+class RestartRefused(Exception):
+    """Nothing was restarted. The message is for the caller."""
+
+    def __init__(self, status: HTTPStatus, message: str) -> None:
+        super().__init__(message)
+        self.status = status
+
+
+class Order(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """What a caller wants.
+
+    engine: the name, id or URL of one engine; None: all, one after another.
+    model_path: None: the one that each engine has.
+    engine_args: SGLang's flags after those of the launcher's own start, where the later of two
+        wins; () are the launcher's alone. None: those that each engine has.
+    """
+
+    engine: str | None = None
+    model_path: str | None = None
+    engine_args: tuple[str, ...] | None = None
+
+
+class Plan(NamedTuple):
+    """Engines in the order of their restart, each with its new settings.
+
+    first: those that restart before the node serves another model; all, if the model stays.
+    rest: those that restart after that.
+    """
+
+    first: list[tuple[Engine, LaunchSettings]]
+    rest: list[tuple[Engine, LaunchSettings]]
+
+    @property
+    def all(self) -> list[tuple[Engine, LaunchSettings]]:
+        return [*self.first, *self.rest]
+
+
+def read_order(body: bytes) -> Order:
+    """Raises RestartRefused 400 for a body that is no order."""
+    try:
+        return msgspec.json.decode(body or b"{}", type=Order)
+    except msgspec.MsgspecError as error:
+        raise RestartRefused(HTTPStatus.BAD_REQUEST, f"{error}") from None
+
+
+def plan_restart(
+    order: Order, engines: Sequence[Engine], ids: Mapping[str, str], launched: LaunchSettings
+) -> Plan:
+    """The plan for an order.
+
+    ids: the engines' ids by their names. launched: the settings of the launcher's own start.
+    Raises RestartRefused for an unknown engine, for settings that the launcher's start would
+    refuse, for another model on one engine of several, and for changes that anyone could order.
+    """
+    _require_key(order, launched)
+    chosen = _chosen(order.engine, engines, ids)
+    steps = [(engine, _changed(engine.settings, order, launched)) for engine in chosen]
+    for engine, settings in {settings: (engine, settings) for engine, settings in steps}.values():
+        try:
+            check_launch(settings)
+            _require_same_gpus(engine, settings)
+        except SettingsError as error:
+            raise RestartRefused(HTTPStatus.BAD_REQUEST, f"{error}") from None
+    served = {served_model(engine.settings) for engine in engines}
+    if {served_model(settings) for _, settings in steps} <= served:
+        return Plan(steps, [])
+    if len(chosen) < len(engines):
+        new, old = served_model(steps[0][1]), ", ".join(sorted(served))
+        reason = f"a node serves one model: restart all engines, or serve {new} as {old}"
+        message = f"engine={order.engine!r}: it would serve {new}, and the others {old}; {reason}"
+        raise RestartRefused(HTTPStatus.BAD_REQUEST, message)
+    half = max(1, len(steps) // 2)
+    return Plan(steps[:half], steps[half:])
+
+
+def _require_same_gpus(engine: Engine, settings: LaunchSettings) -> None:
+    """Raises SettingsError if the engine would take other GPUs than it was given at its start."""
+    needed, has = gpus_of_engine(settings), gpus_of_engine(engine.settings).gpus
+    if needed.gpus != has:
+        keeps = f"{engine.name} keeps those of the node's start, {has}: start the node again"
+        raise SettingsError(f"engine_args: {needed.shown} needs {needed.gpus} GPUs, and {keeps}")
+
+
+def _require_key(order: Order, launched: LaunchSettings) -> None:
+    """Some flags and models run code: not everyone who reaches a port may choose them."""
+    balancer = launched.balancer
+    is_guarded = balancer.api_key is not None or balancer.keys is not None
+    changes = order.model_path is not None or order.engine_args is not None
+    if changes and not is_guarded and is_reachable(balancer.host):
+        where = f"other machines can reach this node (host={balancer.host!r})"
+        message = f"model_path, engine_args: {where}, so it needs --api-key or --keys for that"
+        raise RestartRefused(HTTPStatus.FORBIDDEN, message)
+
+
+def _chosen(
+    name: str | None, engines: Sequence[Engine], ids: Mapping[str, str]
+) -> Sequence[Engine]:
+    if name is None:
+        return engines
+    found = [each for each in engines if name in (each.name, ids[each.name], each.url)]
+    if not found:
+        known = ", ".join(each.name for each in engines)
+        raise RestartRefused(HTTPStatus.NOT_FOUND, f"engine={name!r}: must be one of {known}")
+    return found
+
+
+def _changed(settings: LaunchSettings, order: Order, launched: LaunchSettings) -> LaunchSettings:
+    if order.model_path is not None:
+        settings = replace(settings, model_path=order.model_path)
+    if order.engine_args is not None:
+        engine_args = (*launched.engine_args, *order.engine_args)
+        settings = replace(settings, engine_args=engine_args)
+    return settings
+
+
+LOOK_S = 1.0
+# A balancer that reconnects has no subscription for half a second.
+QUIET_LOOKS = 3
+# An engine that says nothing for so long hangs: it is not waited for.
+SILENT_S = 30.0
+# How long balancers may take to use an engine that is ready, or another one to become ready.
+USED_S = 60.0
+_STOP_S = 20.0
+
+
+class EngineFailed(Exception):
+    """An engine did not start, or could not be replaced. The message says why."""
+
+
+class EngineUnused(EngineFailed):
+    """The engine itself is not at fault, and stays as it is."""
+
+
+@dataclass
+class Step:
+    """One engine of a restart. state: as in the picture in `restarts`."""
+
+    name: str
+    state: str = "waiting"
+    reason: str = ""
+
+
+@dataclass(eq=False)
+class Replacement:
+    """Replaces engines, one at a time.
+
+    settings: those of the launcher's own start, for their limits.
+    say: tells the operator.
+    """
+
+    settings: LaunchSettings
+    engines: Sequence[Engine]
+    listed: EngineList
+    keepers: Keepers
+    calls: EngineCalls
+    say: Callable[[str], None]
+    clock: Callable[[], float] = time.monotonic
+    pause: Callable[[float], Awaitable[None]] = asyncio.sleep
+
+    async def renew(
+        self, engine: Engine, settings: LaunchSettings, step: Step, *, is_held: bool = False
+    ) -> None:
+        """Replaces an engine by one with these settings, which gets no requests yet if it is held.
+
+        Raises EngineFailed.
+        """
+        await self._require_other(engine)
+        self.keepers.pause(engine)
+        self.listed.restarting.add(engine.name)
+        if engine.exit_code is None:
+            await self._drain(engine, step)
+            self.note(step, "stopping", step.reason)
+            await engine.stop(_STOP_S)
+        await self._start(engine, settings, step)
+        if is_held:
+            self.keepers.resume(engine)
+            self.note(step, "ready", "it waits for others, as the model changes at once")
+            return
+        self.release(engine)
+        await self.until_used(engine)
+        self.note(step, "ready", "")
+
+    async def _drain(self, engine: Engine, step: Step) -> None:
+        """Returns once no balancer has a request there, or after the limit, which it says."""
+        limit_s = self.settings.restart_drain_s
+        heard_s, quiet = self.clock(), 0
+        deadline = heard_s + limit_s
+        self.note(step, "draining", "")
+        while quiet < QUIET_LOOKS and engine.exit_code is None:
+            await self.pause(LOOK_S)
+            balancers = await self.calls.balancers(engine.url)
+            quiet = quiet + 1 if balancers == 0 else 0
+            heard_s = heard_s if balancers is None else self.clock()
+            count = await self.calls.in_flight(self.listed.id_of(engine))
+            step.reason = f"{count} requests run" if count else ""
+            if self.clock() - heard_s >= SILENT_S:
+                self.say(f"{engine.name}: it does not answer, and is not waited for")
+                return
+            if quiet < QUIET_LOOKS and self.clock() > deadline:
+                step.reason = f"{count or 'some'} requests still ran after {limit_s:g} s"
+                self.say(f"{engine.name}: {step.reason}; they end now (restart-drain-s)")
+                return
+
+    async def _start(self, engine: Engine, settings: LaunchSettings, step: Step) -> None:
+        """Returns once the engine takes requests. Raises EngineFailed."""
+        engine.configure(settings)
+        self.note(step, "starting", step.reason)
+        await engine.start()
+        limit_s = self.settings.start_timeout_s
+        deadline = self.clock() + limit_s
+        while not await self.calls.is_ready(engine.url):
+            if engine.exit_code is not None:
+                code, reason = engine.exit_code, reason_of(engine)
+                raise EngineFailed(f"it ended with exit code {code}:\n{reason}")
+            step.reason = stage_of(engine)[0]
+            if self.clock() > deadline:
+                raise EngineFailed(f"it was not ready after {limit_s:g} s; its log: {engine.log}")
+            await self.pause(LOOK_S)
+
+    async def put_back(self, engine: Engine, before: LaunchSettings) -> str:
+        """Starts an engine with its settings of before; whether it serves with them, in words."""
+        self.keepers.pause(engine)
+        await engine.stop(_STOP_S)
+        try:
+            await self._start(engine, before, Step(engine.name))
+            result = "It serves again with the settings that it had."
+        except EngineFailed as failed:
+            result = f"With the settings that it had it does not start either: {failed}"
+        self.release(engine)
+        self.say(f"{engine.name}: {result}")
+        return result
+
+    def release(self, engine: Engine) -> None:
+        """Lets the balancer use an engine, and lets it be started again if it ends."""
+        self.listed.restarting.discard(engine.name)
+        self.keepers.resume(engine)
+
+    async def until_used(self, engine: Engine) -> None:
+        """Returns once every process of the balancer uses the engine. Raises EngineUnused."""
+        wanted = self.settings.balancer.processes
+
+        async def is_used() -> bool:
+            return (await self.calls.balancers(engine.url) or 0) >= wanted
+
+        if not await self._eventually(is_used):
+            raise EngineUnused(f"it is ready, but the balancer did not use it within {USED_S:g} s")
+
+    def note(self, step: Step, state: str, reason: str) -> None:
+        """Records a step's state, and says a new one."""
+        if state != step.state:
+            self.say(f"{step.name}: {state}{f': {reason}' if reason else ''}")
+        step.state, step.reason = state, reason
+
+    async def _require_other(self, engine: Engine) -> None:
+        """Raises EngineUnused if an engine serves, and none of the others would in its place."""
+        others = [e for e in self.engines if e is not engine]
+        others = [e for e in others if e.name not in self.listed.restarting]
+        if engine.name in self.listed.restarting or not others:
+            return
+        if not await self.calls.is_ready(engine.url):
+            return
+        if not await self._eventually(partial(self._any_ready, others)):
+            raise EngineUnused("it was not restarted, as no other engine is ready")
+
+    async def _any_ready(self, engines: Sequence[Engine]) -> bool:
+        return any([await self.calls.is_ready(engine.url) for engine in engines])
+
+    async def _eventually(self, holds: Callable[[], Awaitable[bool]]) -> bool:
+        deadline = self.clock() + USED_S
+        while not (held := await holds()) and self.clock() < deadline:
+            await self.pause(LOOK_S)
+        return held
+
 
 log = logging.getLogger(__name__)
 

@@ -14,7 +14,7 @@ from sgl_ext_cpu.nursery import Nursery
 
 from sgl_ext.engine import startup
 from sgl_ext.engine.core.folder import acknowledge
-from sgl_ext.node.start.failure import failure
+from sgl_ext.node.failure import failure
 from tests.waiting import until
 
 

@@ -14,7 +14,7 @@ import pytest
 from sgl_ext.engine import startup, topology
 from sgl_ext.engine.hooks import HOOKS, SHARING_HOOKS
 from sgl_ext.engine.topology import CACHE_BACKEND, DEGRADED, REFUSED, Facts
-from sgl_ext.node.start.failure import failure
+from sgl_ext.node.failure import failure
 from sgl_ext.protocols.registry import of_path
 from sgl_ext.reading.segments import read_chain
 from sgl_ext.settings.schema import EngineSettings

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -9,9 +10,15 @@ import pytest
 from msgspec.structs import replace
 
 from sgl_ext.node import hardware
-from sgl_ext.node.devices.nvidia_smi import Listed
-from sgl_ext.node.devices.torch_probe import Seen
-from sgl_ext.node.hardware import CPU_PLATFORM, Hardware
+from sgl_ext.node.hardware import (
+    CPU_PLATFORM,
+    Hardware,
+    Listed,
+    Seen,
+    ask_torch,
+    gpus_of_engine,
+    list_devices,
+)
 from sgl_ext.settings.schema import EngineSettings, LaunchSettings, SettingsError, Tenant
 
 SETTINGS = LaunchSettings(model_path="m")
@@ -165,3 +172,96 @@ def test_a_local_model_goes_by_its_folders_name(tmp_path: Path) -> None:
     command = hardware.engine_command(config, Hardware(()), 5)
     assert command[command.index("--served-model-name") + 1] == tmp_path.name
     assert command[command.index("--tp-size") + 1] == "2"
+
+
+@pytest.mark.parametrize(
+    ("tp", "flags", "count", "shown"),
+    [
+        (1, "", 1, "tp=1"),
+        (2, "--pp-size 2", 4, "tp=2 x pp=2"),
+        (2, "--pipeline-parallel-size=2 --data-parallel-size 3", 12, "tp=2 x pp=2 x dp=3"),
+        (1, "--dp 2", 2, "tp=1 x dp=2"),
+        (1, "--no-such-flag", 1, "tp=1"),
+        (4, "--attn-dp-size 4 --attn-cp-size 2 --ep-size 4 --moe-dp-size 2", 4, "tp=4"),
+        (4, "--dp-size 4 --enable-dp-attention", 4, "tp=4"),
+        (8, "--nnodes 2 --node-rank 0", 4, "tp=8 on nnodes=2"),
+        (2, "--gpu-id-step 2 --base-gpu-id 1", 4, "tp=2, --base-gpu-id 1, --gpu-id-step 2"),
+        (1, "--pp-size 2 --pp-size 4", 4, "tp=1 x pp=4"),
+        (1, "--dp-size 2 --data-parallel-size 2", 2, "tp=1 x dp=2"),
+    ],
+)
+def test_every_process_of_sglang_counts(tp: int, flags: str, count: int, shown: str) -> None:
+    settings = LaunchSettings(model_path="m", tp=tp, engine_args=tuple(flags.split()))
+    assert gpus_of_engine(settings) == (count, shown)
+
+
+def test_two_names_that_disagree_are_refused_by_name() -> None:
+    flags = ("--pp-size", "2", "--pipeline-parallel-size", "4")
+    with pytest.raises(SettingsError, match="--pp-size=2 and --pipeline-parallel-size=4: two name"):
+        gpus_of_engine(LaunchSettings(model_path="m", engine_args=flags))
+    with pytest.raises(SettingsError, match="the launcher's own setting is tp"):
+        gpus_of_engine(LaunchSettings(model_path="m", engine_args=("--tensor-parallel", "2")))
+
+
+MIG = """GPU 0: NVIDIA A100-SXM4-40GB (UUID: GPU-0a)
+GPU 1: NVIDIA A100-SXM4-40GB (UUID: GPU-1a)
+  MIG 3g.20gb     Device  0: (UUID: MIG-b1)
+  MIG 4g.20gb     Device  1: (UUID: MIG-b2)
+GPU 2: NVIDIA A100-SXM4-40GB (UUID: GPU-2a)
+  MIG 7g.40gb     Device  0: (UUID: MIG-c1)
+GPU 3: NVIDIA A100-SXM4-40GB (UUID: GPU-3a)
+"""
+PROGRAMS = {
+    "two": "echo 'GPU 0: NVIDIA H100 (UUID: GPU-a)'; echo 'GPU 1: NVIDIA H100 (UUID: GPU-b)'",
+    "mig": f"cat <<'END'\n{MIG}END",
+    "none": "echo No devices found.",
+    "failing": "echo 'NVIDIA-SMI has failed: no communication with the driver.'; exit 9",
+    "slow": "exec sleep 60",
+}
+
+
+def listed(name: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> Listed:
+    if name in PROGRAMS:
+        program = folder / "nvidia-smi"
+        program.write_text(f"#!/bin/sh\n{PROGRAMS[name]}\n")
+        program.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{folder}:/usr/bin:/bin")
+    return list_devices(0.1 if name == "slow" else 30)
+
+
+@pytest.mark.parametrize(
+    ("name", "wanted"),
+    [
+        ("two", Listed(("0", "1"))),
+        ("mig", Listed(("0", "MIG-b1", "MIG-b2", "MIG-c1", "3"))),
+        ("none", Listed()),
+        ("absent", Listed(problem="nvidia-smi is not installed")),
+        ("slow", Listed(problem="nvidia-smi -L gave no answer in 0.1 s")),
+        (
+            "failing",
+            Listed(
+                problem="nvidia-smi -L ended with status 9: "
+                "NVIDIA-SMI has failed: no communication with the driver."
+            ),
+        ),
+    ],
+)
+def test_what_it_lists(
+    name: str, wanted: Listed, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert listed(name, tmp_path, monkeypatch) == wanted
+
+
+@pytest.mark.long
+def test_torch_is_asked_in_a_process_of_its_own() -> None:
+    seen = ask_torch({**os.environ, "CUDA_VISIBLE_DEVICES": ""})
+    assert (seen.count, seen.problem) == (0, "")
+    assert seen.version
+    assert "no GPU" in seen.build or "CUDA" in seen.build
+
+
+def test_a_torch_that_cannot_be_imported_is_named(tmp_path: Path) -> None:
+    (tmp_path / "torch.py").write_text("raise ImportError('libcudart.so.13: not found')")
+    seen = ask_torch({**os.environ, "PYTHONPATH": str(tmp_path)})
+    assert seen.problem == "torch cannot be imported: ImportError: libcudart.so.13: not found"
+    assert "within 0.001 s" in ask_torch(os.environ, 0.001).problem

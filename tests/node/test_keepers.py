@@ -10,8 +10,7 @@ from aiohttp.test_utils import TestServer
 
 from scheduler.silence import RESTART_S
 from sgl_ext.node.children import EngineList
-from sgl_ext.node.engine_calls import EngineCalls
-from sgl_ext.node.keepers import HungEngines
+from sgl_ext.node.keepers import EngineCalls, HungEngines
 from tests.node.test_restarts import FakeEngine, FakeNode
 
 

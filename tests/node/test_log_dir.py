@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 import errno
+import io
+import json
+import logging
 import os
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+from rich.console import Console
 from sgl_ext_cpu.node import ROOT
 
-from sgl_ext.node.log_dir import locked, new_log, rotated
-from sgl_ext.settings.schema import SettingsError
+from sgl_ext import logs
+from sgl_ext.node.log_dir import begin_log, launcher_log, locked, new_log, rotated
+from sgl_ext.settings.schema import BalancerSettings, LaunchSettings, SettingsError
 
 
 def test_a_second_node_ends_and_names_the_directory_and_the_first(tmp_path: Path) -> None:
@@ -99,3 +104,24 @@ def test_a_process_goes_on_if_its_output_cannot_be_written() -> None:
     os.close(write)
     with open(read) as said:
         assert said.read() == "went on"
+
+
+def test_it_has_what_is_printed_after_the_versions_and_the_settings(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # Pytest's own handlers stay.
+    monkeypatch.setattr(logs.logging, "getLogger", lambda name=None: logger)
+    logger = logging.Logger("sgl_ext")
+    monkeypatch.setattr("sgl_ext.node.log_dir.log", logger)
+    balancer = BalancerSettings(log_format="json", store="redis://:secret@host")
+    settings = LaunchSettings(model_path="m", log_dir=str(tmp_path), balancer=balancer)
+    printed = io.StringIO()
+    say = begin_log(settings, Console(file=printed, width=40))
+    line = "engine-0 ended with exit code 1 and restarts in [1] s"
+    say(line)
+    logger.handlers[0].flush()
+    first, second, third = map(json.loads, launcher_log(settings).read_text().splitlines())
+    assert (first["message"], first["sglang"]) == ("starting", first["sglang"])
+    assert (second["model_path"], second["store"], second["log_format"]) == ("m", "...", "json")
+    assert third["message"] == line
+    assert printed.getvalue() == f"{line}\n"

@@ -9,8 +9,7 @@ from pathlib import Path
 import pytest
 
 from sgl_ext.node import ports
-from sgl_ext.node.ports import free_ports, require_free
-from sgl_ext.node.start.port_owner import port_owner
+from sgl_ext.node.ports import free_ports, port_owner, require_free
 from sgl_ext.settings.schema import SettingsError
 
 

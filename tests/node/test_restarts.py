@@ -12,11 +12,20 @@ import msgspec
 import pytest
 from msgspec.structs import replace
 
+from sgl_ext.node.child import StartLog
 from sgl_ext.node.children import EngineList
-from sgl_ext.node.replacement import QUIET_LOOKS, SILENT_S, Replacement, Step
-from sgl_ext.node.restart_order import Order, RestartRefused, plan_restart, read_order
-from sgl_ext.node.restarts import Restart, Restarts
-from sgl_ext.node.stages import StartLog
+from sgl_ext.node.restarts import (
+    QUIET_LOOKS,
+    SILENT_S,
+    Order,
+    Replacement,
+    Restart,
+    RestartRefused,
+    Restarts,
+    Step,
+    plan_restart,
+    read_order,
+)
 from sgl_ext.settings.schema import BalancerSettings, LaunchSettings, SettingsError
 from tests.waiting import HANG_S
 

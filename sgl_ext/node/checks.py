@@ -1,19 +1,151 @@
-"""Checks that disks, memory and GPUs have room for a node."""
+"""Checks of the node's engines that need no engine: flags, ports, model, disks, memory, GPUs."""
 
+import json
+import os
 import re
 import shutil
 import subprocess
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
+from difflib import get_close_matches
 from pathlib import Path
 
-from sgl_ext.node.devices.sizes import gpus_of_engine
-from sgl_ext.node.hardware import CPU_PLATFORM, Hardware
-from sgl_ext.node.start.flags import values_of
-from sgl_ext.node.start.model import given, local_folder
-from sgl_ext.settings.schema import IN_MEMORY, LaunchSettings, SettingsError
-from sgl_ext.sizing.model_config import SizingError, read_config
+from sgl_ext.node.flags import check_addresses, check_flags, values_of
+from sgl_ext.node.hardware import (
+    CPU_PLATFORM,
+    Hardware,
+    check_capacity,
+    find_hardware,
+    gpus_of_engine,
+)
+from sgl_ext.settings.schema import IN_MEMORY, LEAST_TIER_BYTES, LaunchSettings, SettingsError
+from sgl_ext.settings.shared_tier import FOLDER_VARIABLE, OWN_FLAGS
+from sgl_ext.settings.sources import launch_flags
+from sgl_ext.sizing.model_config import SizingError, model_folder, read_config
 from sgl_ext.sizing.weights import weight_bytes
+from sgl_ext.temporary_folder import make_folder, remove_stale
+
+
+def check_start(settings: LaunchSettings) -> tuple[Hardware | None, list[str]]:
+    """The devices for the engines, None if they run on other machines, and what the operator should
+    know. Raises SettingsError for what would end the start; what takes seconds comes last."""
+    check_flags(settings.engine_args, launch_flags())
+    check_addresses(settings)
+    check_shared_tier(settings)
+    notes = [check_disks(settings)]
+    found = None
+    if settings.ray_address is None:
+        notes.append(check_model(settings))
+        found = find_hardware(settings)
+        check_capacity(settings, found)
+        check_memory(settings, found)
+        check_gpus(settings, found)
+        notes.append(check_host_pools(settings, found))
+        notes.insert(0, found.reason)
+    return found, [note for note in notes if note]
+
+
+def check_restart(settings: LaunchSettings) -> None:
+    """Raises SettingsError if an engine with these settings would not start in place of one."""
+    check_flags(settings.engine_args, launch_flags())
+    check_model(settings)
+
+
+_INDEX = "model.safetensors.index.json"
+_HUB_NAME = re.compile(r"[\w.-]+(/[\w.-]+)?")
+_CONFIGS = ("config.json", "params.json", "model_index.json")
+# With these, attention is not divided by `tp` alone.
+_OWN_DIVISION = ("--enable-dp-attention", "--attn-dp-size", "--attn-cp-size", "--dcp-size")
+
+
+def check_model(settings: LaunchSettings) -> str:
+    """What the start will do that a path does not say; "" if nothing. Raises SettingsError."""
+    path, note = settings.model_path, ""
+    here = Path(path)
+    if "://" in path or here.is_file():
+        return ""
+    if here.is_dir():
+        _check_folder(here, path)
+    else:
+        note = _check_name(path, here)
+    _check_division(settings)
+    return note
+
+
+def _check_folder(folder: Path, path: str) -> None:
+    if not any((folder / name).is_file() for name in _CONFIGS) and not [*folder.glob("*.gguf")]:
+        raise _model_error(path, "the folder has no config.json, so there is no model in it")
+    try:
+        listed = json.loads((folder / _INDEX).read_text())["weight_map"].values()
+    except (OSError, ValueError, LookupError, AttributeError):
+        return
+    missing = sorted({name for name in listed if not (folder / name).exists()})
+    if missing:
+        total = len({*listed})
+        raise _model_error(
+            path, f"{len(missing)} of {total} weight files are missing, as {missing[0]}"
+        )
+
+
+def _check_name(path: str, here: Path) -> str:
+    """For what is no local file: what the engines will do with it."""
+    siblings = [one.name for one in here.parent.iterdir()] if here.parent.is_dir() else []
+    near = get_close_matches(here.name, siblings, 1) if here.parent != Path() else []
+    hint = f"; did you mean {here.parent / near[0]}?" if near else ""
+    if path[0] == "~" and (home := here.expanduser()).exists():
+        hint = f"; did you mean {home}?"  # nothing expands it in a file
+    if near or path[0] in "./~" or not _HUB_NAME.fullmatch(path) or path.endswith(".gguf"):
+        raise _model_error(path, f"does not exist{hint}")
+    if _cached(path) is not None:
+        return ""
+    if any(os.environ.get(name, "0") not in ("0", "") for name in _OFFLINE):
+        raise _model_error(
+            path, "no such folder, not in Hugging Face's cache, and HF_HUB_OFFLINE is set"
+        )
+    what = "is no folder here, so the engines download it from Hugging Face"
+    return f"model_path={path!r}: {what}, which can take long; Ctrl-C ends it"
+
+
+_OFFLINE = ("HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE")
+
+
+def local_folder(path: str) -> Path | None:
+    """The folder with the model's files, if they are on this machine."""
+    here = Path(path)
+    return here if here.is_dir() else _cached(path)
+
+
+def _cached(path: str) -> Path | None:
+    try:
+        return model_folder(path)
+    except SizingError:
+        return None
+
+
+def _check_division(settings: LaunchSettings) -> None:
+    folder = local_folder(settings.model_path)
+    if settings.tp == 1 or folder is None or is_given(settings.engine_args, _OWN_DIVISION):
+        return
+    try:
+        config = read_config(folder)
+    except SizingError:
+        return
+    text = config.get("text_config")
+    heads = (text if isinstance(text, dict) else config).get("num_attention_heads")
+    if isinstance(heads, int) and heads % settings.tp:
+        can = [str(n) for n in range(1, heads + 1) if heads % n == 0]
+        reason = f"the model has {heads} attention heads, so tp must be one of {', '.join(can)}"
+        raise SettingsError(f"tp={settings.tp}: {reason}")
+
+
+def is_given(argv: Sequence[str], flags: Sequence[str]) -> bool:
+    """Whether a command line has one of these flags."""
+    return bool({word.partition("=")[0] for word in argv} & {*flags})
+
+
+def _model_error(path: str, reason: str) -> SettingsError:
+    return SettingsError(f"model_path={path!r}: {reason}")
+
 
 _MIB, _GIB, _GB = 1 << 20, 1 << 30, 10**9
 # What the processes of one engine take besides weights and KV cache, at least.
@@ -110,7 +242,7 @@ def check_host_pools(settings: LaunchSettings, found: Hardware, free: int | None
     after it has loaded the weights.
     """
     flags = values_of(settings.engine_args)
-    if not flags.get("--enable-hierarchical-cache") or given(settings.engine_args, _FIRST_GPU):
+    if not flags.get("--enable-hierarchical-cache") or is_given(settings.engine_args, _FIRST_GPU):
         return ""
     size = flags.get("--hicache-size", 0)
     if size <= 0:
@@ -136,7 +268,7 @@ def check_host_pools(settings: LaunchSettings, found: Hardware, free: int | None
 def _weights(settings: LaunchSettings) -> int | None:
     """The bytes of the weights that an engine loads, as far as the model's files say."""
     folder = local_folder(settings.model_path)
-    if folder is None or given(settings.engine_args, _OTHER_WEIGHTS):
+    if folder is None or is_given(settings.engine_args, _OTHER_WEIGHTS):
         return None
     try:
         return weight_bytes(folder)
@@ -203,3 +335,47 @@ def shown(size: int) -> str:
                 f"{size / unit:.3g} {name}" if size < 1000 * unit else f"{size / unit:.0f} {name}"
             )
     return f"{size >> 10} KiB"
+
+
+SHARED_MEMORY = Path("/dev/shm")
+_TIER_FOLDERS = "sgl-ext-tier-"
+_HOST_FLAG = "--enable-hierarchical-cache"
+
+
+def check_shared_tier(settings: LaunchSettings, parent: Path = SHARED_MEMORY) -> None:
+    """Raises SettingsError if the engines cannot share a tier, or if shared memory has no room."""
+    size = settings.shared_tier_bytes
+    if not size:
+        return
+    remove_stale(_TIER_FOLDERS, parent)  # a launcher that was killed left it, and it takes memory
+    for problem in _tier_problems(settings, parent):
+        raise SettingsError(f"shared_tier_bytes={size}: {problem}")
+
+
+def _tier_problems(settings: LaunchSettings, parent: Path) -> Iterator[str]:
+    if settings.shared_tier_bytes < LEAST_TIER_BYTES:
+        yield f"must be 0, or at least {LEAST_TIER_BYTES}"
+    if settings.ray_address is not None:
+        yield "engines on Ray are on other machines; it is for those of one"
+    if settings.engine.shared_prefixes:
+        yield "SGLang's hashes take none of the tokens that mark a group after shared_prefixes"
+    flags = values_of(settings.engine_args)
+    if _HOST_FLAG not in flags:
+        yield f"engines read it into their host pools; add {_HOST_FLAG}"
+    for flag in (*OWN_FLAGS, "--radix-cache-backend", "--hicache-host-memory-mode"):
+        if flag in flags:
+            yield f"it does not work with {flag}={flags[flag]}; leave one out"
+    try:
+        found = os.statvfs(parent)
+    except OSError as error:
+        yield f"{parent}: {error.strerror}"
+        return
+    free = found.f_bavail * found.f_frsize
+    if settings.shared_tier_bytes > free:
+        yield f"{parent} has {shown(free)} free; a container gets more by --shm-size"
+
+
+def open_shared_tier(settings: LaunchSettings, parent: Path = SHARED_MEMORY) -> None:
+    """Makes the folder, which the processes that start from now on find by the environment."""
+    if settings.shared_tier_bytes:
+        os.environ[FOLDER_VARIABLE] = str(make_folder(_TIER_FOLDERS, parent))

@@ -6,7 +6,7 @@ import sys
 from pathlib import Path
 
 from sgl_ext.node.child import Child
-from sgl_ext.node.start.failure import failure, reason_of
+from sgl_ext.node.failure import failure, reason_of
 
 SCHEDULER = """\
 [2026-01-02 03:04:05] Load weight begin. avail mem=21.06 GB

@@ -1,1 +1,0 @@
-"""What a start checks, before SGLang could be imported, and shows."""
