@@ -263,7 +263,7 @@ class BalancerSettings(RequestSettings, frozen=True, kw_only=True):
     resend_s: Annotated[
         Seconds,
         RELOADS,
-        "Time for which a stream goes on after its client has left, for a client that sends it "
+        "Time for which a request goes on after its client has left, for a client that sends it "
         "again; 0: it ends at once. guide/clients.md.",
     ] = 5.0
     agent_hold_s: Annotated[

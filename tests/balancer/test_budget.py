@@ -166,5 +166,6 @@ async def test_the_account_is_empty_after_any_ends(
     for wire in wires:
         wire.writer.transport.abort()
     await until(lambda: not balancer._connections)
+    balancer.services.resends.close()  # no client sends its request again
     assert balancer.account.used == 0
     assert balancer.account.by_tenant == {}

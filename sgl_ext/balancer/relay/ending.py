@@ -34,7 +34,7 @@ class Ending(Delivery):
     _response = NO_RESPONSE
     _ttft_s = 0.0
     _answer_lines = b""
-    # Of a stream that another copy may take over: its key, and what was sent; b"" and None else.
+    # Of a request that another copy may take over: its key, and what was sent; b"" and None else.
     _copy_key = b""
     _sent: bytearray | None = None
     _is_left = False
@@ -68,7 +68,7 @@ class Ending(Delivery):
         if self._preparation.charge is not None:
             self._settle(None if usage is None else usage.computed_tokens)
         self._count()
-        if self._is_left and not self._response.head.streams:
+        if self._is_left and not (self._response.head.streams or self._sent):
             self._forget_copy()
 
     def _with_cache_diagnosis(self, data: bytes, *, streams: bool) -> bytes:

@@ -7,8 +7,8 @@ the two connections and never blocks:
                                                                               -> `ending`
 
 After the first byte a request is not replayed, and a cut stream ends in the protocol's error event.
-When the client disconnects, the connection to the worker is closed, and the engine aborts. A stream
-waits for a moment before that, as its client may send the request again (`resends`).
+When the client disconnects, the connection to the worker is closed, and the engine aborts. What a
+model answers waits for a moment before that, as its client may send the request again (`resends`).
 """
 
 import asyncio
@@ -90,7 +90,7 @@ class Exchange(Ending):
         if self._spans is not None:
             body = reading.stripped.body
             self._spans.read(body.get("model") if isinstance(body, dict) else None)
-        if reading.beat and self._finds_copy():
+        if asked.runs and self._finds_copy():
             return
         self._prepared(prepare(self._services, self._request, asked, reading, self._turns))
 
@@ -128,12 +128,16 @@ class Exchange(Ending):
             head = self._response.head
             lines = self._response.lines.replace(named, self._named_lines())
             self._response.lines = lines
+            if self._stage is ENDED and not head.streams:
+                self._client.answer(head.status, head.reason, lines, bytes(self._sent))
+                return
             if self._stage is not BEFORE_FIRST_BYTE:
                 self._client.start_stream(head.status, head.reason, lines, bytes(self._sent))
         if self._stage is ENDED:
             self._client.end_stream()
         elif self._stage is BEFORE_FIRST_BYTE:
-            self._services.heartbeats.begin(self)
+            if self._preparation.beat:
+                self._services.heartbeats.begin(self)
         elif self._client.paused and self._connection is not None:
             self._connection.pause()
 
@@ -288,6 +292,8 @@ class Exchange(Ending):
         self._request.body = b""  # it is not sent again
         is_late = self._stage is WAITING
         self._first_byte()
+        if self._is_left and self._sent is not None and head.status == OK:
+            self._note_sent(self._sent, body)
         self._complete()
         if is_late:
             self._end_in_error(body)

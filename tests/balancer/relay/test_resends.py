@@ -243,17 +243,94 @@ async def test_two_clients_that_both_wait_get_two_answers(serve: Serve, connect:
     await until(lambda: len(worker.requests) == 2)
 
 
-@pytest.mark.parametrize("is_off", [False, True])
-async def test_what_is_no_stream_or_may_not_wait_stops_at_once(
-    serve: Serve, connect: Connect, is_off: bool
+@pytest.mark.parametrize(
+    ("path", "resend_s"), [(b"/v1/messages", 0.0), (b"/v1/messages/count_tokens", 5.0)]
+)
+@pytest.mark.parametrize("stream", [True, False])
+async def test_what_computes_nothing_or_may_not_wait_stops_at_once(
+    serve: Serve, connect: Connect, path: bytes, resend_s: float, stream: bool
 ) -> None:
     worker = Raw([])
-    node = Node(await serve(worker, resend_s=0.0 if is_off else 5.0), connect)
-    first = await node.send(asked(stream=is_off))
+    node = Node(await serve(worker, resend_s=resend_s), connect)
+    first = await node.send(asked(path=path, stream=stream))
     await until(lambda: worker.requests)
     await node.gone(first)
     await worker.closed.wait()
     await until(node.is_level)
+
+
+@pytest.mark.parametrize("has_ended", [False, True])
+@pytest.mark.parametrize("path", [b"/v1/messages", b"/v1/chat/completions", b"/v1/responses"])
+async def test_a_whole_answer_goes_to_the_client_that_asks_again(
+    serve: Serve, connect: Connect, path: bytes, has_ended: bool
+) -> None:
+    worker = Raw([])
+    node = Node(await serve(worker), connect)
+    first = await node.send(asked("Hello", b"x-request-id: one", path=path, stream=False))
+    await until(lambda: worker.requests)
+    await node.leaves(first)
+    whole = answer(b'{"n": 1}')
+    if has_ended:
+        worker.go_on(whole)
+        await until(lambda: not node.balancer.services.workers.all[0].in_flight)
+    again = asked("Hello", b"x-request-id: two", path=path, stream=False)
+    second = await node.send(again)
+    await until(lambda: not len(node.left))
+    if not has_ended:
+        worker.go_on(whole)
+    head, body = await second.answer()
+    assert body == b'{"n": 1}'
+    assert b": two\r\n" in head
+    assert b": one\r\n" not in head
+    assert len(worker.requests) == 1
+    await until(node.is_level)
+    # The connection takes the next request, which is a new one.
+    assert (await second.ask(again))[1] == b"{}"
+
+
+async def test_a_whole_answer_waits_for_nobody_forever(serve: Serve, connect: Connect) -> None:
+    worker = Raw([])
+    node = Node(await serve(worker), connect)
+    first = await node.send(asked(stream=False))
+    await until(lambda: worker.requests)
+    await node.leaves(first)
+    worker.go_on(answer(b'{"n": 1}'))
+    await until(lambda: not node.balancer.services.workers.all[0].in_flight)
+    assert node.balancer.account.used > 0
+    node.clock.now_s = 5.0
+    node.left.sweep()
+    assert len(node.left) == 0
+    await until(node.is_level)
+
+
+@pytest.mark.parametrize("status", [b"200 OK", b"400 Bad Request"])
+async def test_a_whole_answer_that_is_too_large_or_an_error_is_asked_for_anew(
+    serve: Serve, connect: Connect, monkeypatch: pytest.MonkeyPatch, status: bytes
+) -> None:
+    monkeypatch.setattr(exchange, "MAX_SENT_BYTES", 100)
+    worker = Raw([])
+    node = Node(await serve(worker), connect)
+    first = await node.send(asked(stream=False))
+    await until(lambda: worker.requests)
+    await node.leaves(first)
+    body = b'"%b"' % (b"x" * 100) if status == b"200 OK" else b"{}"
+    worker.go_on(answer(body).replace(b"200 OK", status))
+    await until(lambda: not len(node.left))
+    await until(node.is_level)
+    second = await node.send(asked(stream=False))
+    assert (await second.answer())[1] == b"{}"
+    assert len(worker.requests) == 2
+
+
+async def test_a_whole_answer_and_a_stream_are_two_requests(serve: Serve, connect: Connect) -> None:
+    worker = Raw([], [])
+    node = Node(await serve(worker), connect)
+    first = await node.send(asked(stream=False))
+    await until(lambda: worker.requests)
+    await node.leaves(first)
+    await node.send(asked(stream=True))
+    await until(lambda: len(worker.requests) == 2)
+    assert len(node.left) == 1
 
 
 async def test_an_answer_beyond_the_buffer_stops_at_once(
