@@ -802,9 +802,9 @@ async def test_a_frozen_engine_is_found_though_its_clients_leave_soon(
     await client.post("/sgl_ext/workers", json={"url": good.url})
     freezes.set()
     async with asyncio.timeout(HANG_S):
-        while True:
+        for turn in count():  # each another request: none takes an earlier one over
             arrived.clear()
-            asked = asyncio.create_task(served_by(client, body("Hello", "Hi.", "Go on")))
+            asked = asyncio.create_task(served_by(client, body("Hello", "Hi.", f"Go on {turn}")))
             came = asyncio.create_task(arrived.wait())
             await asyncio.wait({asked, came}, return_when=asyncio.FIRST_COMPLETED)
             came.cancel()

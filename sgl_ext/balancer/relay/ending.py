@@ -132,8 +132,14 @@ class Ending(Delivery):
 
     @property
     def can_be_taken(self) -> bool:
-        """Whether another client could get the whole answer."""
-        return self._stage in (BEFORE_FIRST_BYTE, WAITING) or self._sent is not None
+        """Whether another client could get the whole answer, and at once if it is there.
+
+        An engine that stands still gets no new requests, so a copy goes to another one.
+        """
+        if self._stage in (BEFORE_FIRST_BYTE, WAITING):
+            worker = None if self._attempt is None else self._attempt.answerer
+            return worker is None or not (worker.is_stalled or worker.is_hung)
+        return self._sent is not None
 
     def _forget_copy(self) -> None:
         self._services.resends.forget(self._copy_key, self)

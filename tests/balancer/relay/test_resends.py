@@ -235,6 +235,24 @@ async def test_another_request_begins_anew(
     assert len(node.left) == 1
 
 
+@pytest.mark.parametrize("fault", ["is_stalled", "is_hung"])
+async def test_a_copy_at_an_engine_that_stands_still_is_not_waited_for(
+    serve: Serve, connect: Connect, fault: str
+) -> None:
+    worker = Raw([])
+    node = Node(await serve(worker, interval_s=3600.0), connect)
+    first = await node.send(asked())
+    await until(lambda: worker.requests)
+    await node.leaves(first)
+    (copy,) = (copy for _, copy in node.left._left.values())
+    assert copy.can_be_taken
+    setattr(node.balancer.services.workers.all[0], fault, True)
+    assert not copy.can_be_taken
+    node.left.sweep()
+    await worker.closed.wait()
+    await until(node.is_level)
+
+
 async def test_two_clients_that_both_wait_get_two_answers(serve: Serve, connect: Connect) -> None:
     worker = Raw([], [])
     node = Node(await serve(worker), connect)
