@@ -35,6 +35,6 @@ class BuildHook(BuildHookInterface):  # type: ignore[type-arg]
 
     def _add_recipes(self, included: dict[str, str]) -> None:
         launch = Path(self.root, "launch")
-        catalog = runpy.run_path(str(Path(self.root, "sgl_ext/recipes/catalog.py")))
+        catalog = runpy.run_path(str(Path(self.root, "sgl_ext/recipes.py")))
         for name in catalog["files_below"](launch):
-            included[str(launch / name)] = f"sgl_ext/recipes/files/{name}"
+            included[str(launch / name)] = f"sgl_ext/recipe_files/{name}"

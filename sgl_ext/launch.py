@@ -20,7 +20,6 @@ import aiohttp
 from rich.console import Console
 
 from sgl_ext.balancer.store.documents import StoreUnusable
-from sgl_ext.hangup import hold_hangups, on_hangup
 from sgl_ext.node import hardware
 from sgl_ext.node.checks import check_restart, check_start, open_shared_tier
 from sgl_ext.node.child import FLEET, READY, Child, stage_of
@@ -33,11 +32,11 @@ from sgl_ext.node.log_dir import begin_log, launcher_log, locked, rotated
 from sgl_ext.node.progress import start_progress, summary
 from sgl_ext.node.reloads import Reloads, live_settings
 from sgl_ext.node.restarts import Replacement, Restarts
-from sgl_ext.output import LossyStream
 from sgl_ext.settings.schema import LaunchSettings, SettingsError
 from sgl_ext.settings.sources import launch_settings, names_file
 from sgl_ext.supervision import supervise
 from sgl_ext.temporary_folder import ENGINE_FOLDERS, remove_stale
+from sgl_ext.terminal import LossyStream, hold_hangups, on_hangup
 
 log = logging.getLogger(__name__)
 

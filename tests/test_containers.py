@@ -14,7 +14,7 @@ import pytest
 import yaml
 from sgl_ext_cpu.node import ROOT
 
-from sgl_ext.recipes.catalog import recipes
+from sgl_ext.recipes import recipes
 from sgl_ext.settings.schema import BalancerSettings
 from sgl_ext.settings.sources import launch_settings
 

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import time
 from contextlib import suppress
 
 import pytest
 
-from sgl_ext.supervision import Guard, supervise
+from sgl_ext.supervision import Guard, StallMonitor, supervise
+from tests.balancer.wire import until
 
 
 async def run(step: object, counted: list[str]) -> asyncio.Task[None]:
@@ -78,3 +80,17 @@ def test_a_guard_lets_what_is_no_exception_pass() -> None:
     with pytest.raises(SystemExit), Guard("sweep", counted.append):
         raise SystemExit
     assert counted == []
+
+
+async def test_a_callback_that_computes_is_a_stall_on_both_clocks() -> None:
+    seen: list[tuple[str, float]] = []
+    monitor = StallMonitor(lambda clock, seconds: seen.append((clock, seconds)))
+    monitor.start()
+    end_s = time.thread_time() + 0.2
+    while time.thread_time() < end_s:
+        pass
+    await until(lambda: seen)
+    monitor.stop()
+    (wall, wall_s), (cpu, cpu_s) = seen[:2]
+    assert (wall, cpu) == ("wall", "cpu")
+    assert wall_s >= cpu_s > 0.15

@@ -21,7 +21,7 @@ from sgl_ext.temporary_folder import ENGINE_FOLDERS, remove_stale
 
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 CPU = ROOT / "launch/cpu"
-FILES = "sgl_ext/recipes/files/"
+FILES = "sgl_ext/recipe_files/"
 
 
 @pytest.fixture(scope="module")

@@ -10,7 +10,7 @@ from sgl_ext.balancer.routing.attempts import RoutingRequest
 from sgl_ext.balancer.routing.prefix.prefixes import Prefixes
 from sgl_ext.balancer.routing.router import Router
 from sgl_ext.balancer.routing.workers import Workers
-from sgl_ext.membership.static import NAME, StaticList
+from sgl_ext.membership.sources import STATIC, StaticList
 from sgl_ext.reading.segments import Chain
 
 _BYTES_PER_TOKEN = 4
@@ -25,7 +25,7 @@ def router_of(
     """A router whose workers are ready and publish what they hold; worker n has slot n."""
     metrics = Metrics()
     fleet = Workers(metrics, clock)
-    fleet.apply(NAME, StaticList(f"http://worker-{n}" for n in range(workers)).members)
+    fleet.apply(STATIC, StaticList(f"http://worker-{n}" for n in range(workers)).members)
     for worker in fleet.all:
         fleet.mark(worker, ready=True)
         worker.publishes = True

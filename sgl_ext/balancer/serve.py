@@ -21,8 +21,7 @@ from sgl_ext.balancer.reporting.span_export import check_export
 from sgl_ext.balancer.server import Balancer
 from sgl_ext.balancer.store.documents import StoreUnusable
 from sgl_ext.balancer.store.opening import check_store
-from sgl_ext.hangup import hold_hangups, on_hangup
-from sgl_ext.limits.allocator import return_freed_memory
+from sgl_ext.limits.byte_account import return_freed_memory
 from sgl_ext.logs import write_logs
 from sgl_ext.membership.member import Membership
 from sgl_ext.membership.sources import open_sources
@@ -31,6 +30,7 @@ from sgl_ext.node.ports import reachable, require_free
 from sgl_ext.settings.fields import changed
 from sgl_ext.settings.schema import VARIABLE, BalancerSettings, SettingsError
 from sgl_ext.settings.sources import balancer_settings, names_file
+from sgl_ext.terminal import hold_hangups, on_hangup
 from sgl_ext.version import versions
 
 log = logging.getLogger(__name__)

@@ -27,7 +27,6 @@ from sgl_ext.balancer.relay.exchange import Exchange
 from sgl_ext.balancer.relay.responses_socket import SocketHandshake
 from sgl_ext.balancer.relay.services import Services
 from sgl_ext.limits.byte_account import ByteAccount
-from sgl_ext.limits.stall import StallMonitor
 from sgl_ext.membership.member import Membership
 from sgl_ext.membership.sources import open_sources
 from sgl_ext.protocols import routes
@@ -35,7 +34,7 @@ from sgl_ext.protocols.errors import BalancerError, shutting_down
 from sgl_ext.settings.reloading import LiveSettings
 from sgl_ext.settings.schema import BalancerSettings, SettingsError
 from sgl_ext.settings.secrets import read_api_key
-from sgl_ext.supervision import Guard, count_unhandled, supervise
+from sgl_ext.supervision import Guard, StallMonitor, count_unhandled, supervise
 from sgl_ext.tenants import Tenants
 
 _BACKLOG = 1024

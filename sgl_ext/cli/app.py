@@ -100,7 +100,7 @@ def size(context: typer.Context) -> None:
 
 def recipes(context: typer.Context) -> None:
     """List, print or copy the settings, alerts and manifests that come with sgl-ext."""
-    from sgl_ext.recipes.__main__ import run
+    from sgl_ext.recipes import run
 
     raise typer.Exit(run(context.args))
 

@@ -18,9 +18,9 @@ from typing import Any
 
 import orjson
 
-from sgl_ext.doctor.logs import comparison
-from sgl_ext.doctor.logs.lines import NotALog, readable
+from sgl_ext.doctor.comparison import compare_logs
 from sgl_ext.doctor.report import add_advice, as_text
+from sgl_ext.doctor.request_log import NotALog, readable
 from sgl_ext.prompts.findings import Findings, merged
 from sgl_ext.settings.schema import SettingsError
 from sgl_ext.settings.secrets import read_api_key
@@ -36,7 +36,7 @@ class DoctorError(Exception):
 def main(argv: Sequence[str]) -> int:
     """Prints the report and returns the exit code."""
     if list(argv[:1]) == ["compare"]:
-        return comparison.main(argv[1:])
+        return compare_logs(argv[1:])
     parser = argparse.ArgumentParser(
         prog="sgl-ext doctor",
         allow_abbrev=False,

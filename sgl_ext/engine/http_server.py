@@ -33,12 +33,11 @@ from sgl_ext.engine.routes.settings_route import settings_route
 from sgl_ext.engine.routes.work_route import work_route
 from sgl_ext.engine.sglang_http_types import TokenizerManager
 from sgl_ext.engine.sglang_types import ResolvedArgs, ServerArgs
-from sgl_ext.limits.stall import CLOCKS, StallMonitor
 from sgl_ext.protocols.registry import of_path
 from sgl_ext.reading.next_turn import LIMIT_ANSWER_BYTES
 from sgl_ext.settings.schema import EngineSettings
 from sgl_ext.settings.secrets import EngineSecret
-from sgl_ext.supervision import count_unhandled
+from sgl_ext.supervision import CLOCKS, StallMonitor, count_unhandled
 
 _SIGTERM_POLL_S = 0.2
 _UNHEALTHY = "UnHealthy"

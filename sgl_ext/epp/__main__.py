@@ -8,10 +8,10 @@ import sys
 
 from sgl_ext.balancer.serve import Front, serve
 from sgl_ext.balancer.server import Balancer
-from sgl_ext.hangup import hold_hangups
 from sgl_ext.node.lifeline import end_with_parent
 from sgl_ext.settings.schema import PickerSettings
 from sgl_ext.settings.sources import picker_settings
+from sgl_ext.terminal import hold_hangups
 
 _EXTRA = ("google", "grpc", "grpc_health")
 

@@ -10,6 +10,7 @@ A tenant with a name holds at most half of the account, so that it cannot lock o
 Invariant: `used` is the sum of all holds, so it is 0 when every request has ended.
 """
 
+import ctypes
 from collections.abc import Callable
 
 
@@ -78,3 +79,23 @@ class Hold:
                 account.by_tenant[tenant] = held
             else:
                 account.by_tenant.pop(tenant, None)
+
+
+# From <malloc.h>.
+_M_TRIM_THRESHOLD = -1
+_M_MMAP_THRESHOLD = -3
+# Smaller buffers, which most bodies need, are used again without a call of the system.
+_SMALL_BYTES = 1024 * 1024
+_KEPT_BYTES = 16 * 1024 * 1024
+
+
+def return_freed_memory() -> None:
+    """Lets the process give the memory of large buffers back to the system when they are freed.
+
+    With glibc's defaults, each large buffer raises the limits under which freed memory is kept:
+    up to 64 MB. Does nothing where the C library has no such settings.
+    """
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
+    if mallopt is not None:
+        mallopt(_M_MMAP_THRESHOLD, _SMALL_BYTES)
+        mallopt(_M_TRIM_THRESHOLD, _KEPT_BYTES)

@@ -1,4 +1,8 @@
-"""A child process that has its own log and process group, and ends with the launcher."""
+"""A child process that has its own log and process group, and ends with the launcher.
+
+A `StartLog` says how far a child has started. The log is read from where the start began, and each
+part of it once, so a look is cheap however long the log is.
+"""
 
 import asyncio
 import os

@@ -10,9 +10,8 @@ from msgspec.structs import replace
 
 from sgl_ext.balancer.reporting.span_export import check_export
 from sgl_ext.balancer.store.opening import check_store
-from sgl_ext.membership.file import write_members
 from sgl_ext.membership.member import Member, MembershipError
-from sgl_ext.membership.sources import open_source, open_sources
+from sgl_ext.membership.sources import open_source, open_sources, write_members
 from sgl_ext.node import hardware
 from sgl_ext.node.child import FLEET, Child
 from sgl_ext.node.flags import ports_beside

@@ -1,6 +1,11 @@
 """Checks SGLang's flags before an engine starts, without SGLang, which takes seconds to import.
 
 The table is made from SGLang's parser by `python -m launch.sglang_flags`.
+
+`check_addresses` is about the ports of a node's engines beside their own, and about engines that
+have several machines. With data-parallel attention, SGLang listens on ports at a fixed distance
+from an engine's own (`PortArgs.init_new` and `_broadcast_worker_ports`). So two engines with
+consecutive ports would take each other's.
 """
 
 import argparse

@@ -1,4 +1,10 @@
-"""The hardware for engines: the devices of the node, and each engine's command and environment."""
+"""The hardware for engines: the devices of the node, and each engine's command and environment.
+
+`gpus_of_engine` counts the GPUs of this node that one engine takes, by the launcher's `tp` and
+SGLang's flags. SGLang runs a process on each GPU: `tp` x `pp` for each of `dp` replicas. Attention
+data parallelism (`--attn-dp-size`, or `--dp-size` with the older `--enable-dp-attention`), context
+and expert parallelism divide the ranks of `tp`, so they add none.
+"""
 
 import json
 import os

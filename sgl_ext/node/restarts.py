@@ -8,6 +8,11 @@ Requests that find no other engine wait in the balancer's queue.
 
 A node serves one model. If the new one has another name, the first half of the engines start with
 it and are held back; then they take over at once, and the other half restarts after that.
+
+A `Replacement` replaces one engine by one with other settings, while the others serve. An engine
+that drains is listed as `restarting`: every balancer process sends it no new request, and ends its
+subscription to the engine's events after the last answer. So an engine without subscribers has no
+requests.
 """
 
 import asyncio

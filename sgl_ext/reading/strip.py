@@ -35,7 +35,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import cache
 from typing import Any, NamedTuple
 
-from sgl_ext.limits.elements import values_of
+from sgl_ext.limits.bounds import values_of
 from sgl_ext.reading.protocol import INSTRUCTION_ROLES, Json, Part, Protocol
 from sgl_ext.reading.rewriting import DROPPED, altered, edited, reminder
 

@@ -1,4 +1,20 @@
-"""Secrets, and addresses that may hold one: the file or the variable that they are read from."""
+"""Secrets, and addresses that may hold one: the file or the variable that they are read from.
+
+An `EngineSecret` is what a balancer and its engines share, so that an engine knows its balancer. It
+has one line, or several while it is being changed: a balancer sends the first, and an engine
+accepts each. An engine believes a client that has it as it believes a balancer.
+
+A `StoreAddress` is where responses and contexts are stored: an SQLite file, or a server that
+balancers share.
+
+    .run/store.sqlite, :memory:
+    redis://HOST:PORT/DB, rediss:// (TLS), valkey://, valkeys://
+    postgresql://USER@HOST:PORT/DATABASE
+    env:VARIABLE, file:PATH      the address is there, and may have a password
+
+A command line is shown by `ps`, and settings are shown in errors: so a URL with a password is
+accepted only from a variable or a file.
+"""
 
 import os
 import re

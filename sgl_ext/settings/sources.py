@@ -18,7 +18,7 @@ from msgspec import structs
 
 from sgl_ext.key_file import KeysError, read_keys
 from sgl_ext.reading.client import HARNESSES
-from sgl_ext.recipes.catalog import settings_file
+from sgl_ext.recipes import settings_file
 from sgl_ext.settings.fields import Field, fields_of
 from sgl_ext.settings.schema import (
     HINTED,

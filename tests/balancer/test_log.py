@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 from aiohttp import web
 
-from sgl_ext.membership import file
-from sgl_ext.membership.file import write_members
+from sgl_ext.membership import sources
 from sgl_ext.membership.member import Member
+from sgl_ext.membership.sources import write_members
 from tests.balancer.conftest import Engine, Start
 from tests.balancer.test_routing import until
 
@@ -28,7 +28,7 @@ def logged(caplog: pytest.LogCaptureFixture) -> Any:
 async def test_each_state_of_an_engine_is_logged_once_with_its_cause(
     start: Start, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, logged: Any
 ) -> None:
-    monkeypatch.setattr(file, "POLL_S", 0.01)
+    monkeypatch.setattr(sources, "POLL_S", 0.01)
     listed = tmp_path / "engines.json"
     write_members(listed, ())
     engine = Engine("a")

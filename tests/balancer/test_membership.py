@@ -12,9 +12,9 @@ from aiohttp import ClientSession, web
 
 from sgl_ext.balancer import serve
 from sgl_ext.balancer.admin import worker_routes
-from sgl_ext.membership import file
-from sgl_ext.membership.file import write_members
+from sgl_ext.membership import sources
 from sgl_ext.membership.member import Member
+from sgl_ext.membership.sources import write_members
 from tests.balancer.conftest import Engine, Start
 from tests.balancer.test_routing import until
 
@@ -23,7 +23,7 @@ REQUEST = {"model": "m", "max_tokens": 1, "messages": [{"role": "user", "content
 
 @pytest.fixture(autouse=True)
 def _poll_often(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(file, "POLL_S", 0.01)
+    monkeypatch.setattr(sources, "POLL_S", 0.01)
 
 
 async def workers(client: ClientSession) -> dict[str, dict[str, Any]]:

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable
 
 from sgl_ext.balancer.metrics.registry import Metrics
 from sgl_ext.balancer.routing.workers import Workers
-from sgl_ext.membership.static import NAME, StaticList
+from sgl_ext.membership.sources import STATIC, StaticList
 
 
 def workers_at(
@@ -15,5 +15,5 @@ def workers_at(
 ) -> Workers:
     """The workers at these URLs, from a static list."""
     workers = Workers(metrics, clock)
-    workers.apply(NAME, StaticList(urls).members)
+    workers.apply(STATIC, StaticList(urls).members)
     return workers

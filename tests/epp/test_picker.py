@@ -18,7 +18,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from sgl_ext.epp import messages
 from sgl_ext.epp.gateway import EnvoyGateway
 from sgl_ext.epp.messages import BODY_SEND_MODES, DESTINATION, FULL_DUPLEX_STREAMED, NONE, SERVICE
-from sgl_ext.limits.elements import MAX_ELEMENTS
+from sgl_ext.limits.bounds import MAX_ELEMENTS
 from tests.balancer.conftest import Engine
 from tests.balancer.wire import until
 from tests.epp.conftest import Ask, Listen, Pick

@@ -6,8 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from sgl_ext.recipes.__main__ import run
-from sgl_ext.recipes.catalog import recipe, recipes, settings_file, write_recipes
+from sgl_ext.recipes import recipe, recipes, run, settings_file, write_recipes
 from sgl_ext.settings.schema import SettingsError
 from sgl_ext.settings.sources import launch_settings
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from sgl_ext.node.flags import check_flags
-from sgl_ext.recipes.catalog import recipes
+from sgl_ext.recipes import recipes
 from sgl_ext.settings.sources import launch_settings
 
 ROOT = Path(__file__).parents[2]

@@ -12,18 +12,24 @@ import requests
 from sgl_ext_cpu.node import Node
 
 from sgl_ext.sizing.__main__ import run
-from sgl_ext.sizing.host import load_of
-from sgl_ext.sizing.kv_cost import KvCost, kv_cost
-from sgl_ext.sizing.model_config import ModelShape, SizingError, model_folder, shape_of
+from sgl_ext.sizing.model import (
+    KvCost,
+    ModelShape,
+    SizingError,
+    kv_cost,
+    model_folder,
+    shape_of,
+    weight_bytes,
+)
 from sgl_ext.sizing.plan import (
     GIB,
     MAX_PINS,
     Wish,
     engine_room,
     engines_for,
+    load_of,
     reserved_fraction,
 )
-from sgl_ext.sizing.weights import weight_bytes
 from tests.sizing.configs import CONFIGS
 
 ROOT = Path(__file__).parents[2]

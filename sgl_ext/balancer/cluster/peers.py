@@ -29,7 +29,7 @@ from sgl_ext.balancer.metrics.registry import Metrics
 from sgl_ext.balancer.routing.attempts import Attempt
 from sgl_ext.balancer.routing.router import Router
 from sgl_ext.balancer.routing.worker import Load, Worker
-from sgl_ext.membership.merging import AdminChanges
+from sgl_ext.membership.member import AdminChanges
 from sgl_ext.supervision import Guard
 
 STATE_S = 1.0

@@ -21,8 +21,7 @@ from typing import Any, NamedTuple
 import msgspec
 import orjson
 
-from sgl_ext.limits.bounds import MAX_TOOLS
-from sgl_ext.limits.nesting import is_deep
+from sgl_ext.limits.bounds import MAX_TOOLS, is_deep
 from sgl_ext.protocols.errors import BalancerError
 from sgl_ext.protocols.registry import of_path
 

@@ -14,7 +14,7 @@ import orjson
 from radix.byte_lru import ByteLRU
 from sgl_ext.balancer.conversations import contexts, item_references, stored_turns, threads
 from sgl_ext.balancer.conversations.context_insertion import insert_context
-from sgl_ext.limits.elements import find_many
+from sgl_ext.limits.bounds import find_many
 from sgl_ext.prompts.blocks import NamedBlock
 from sgl_ext.protocols.errors import BalancerError, bad_field
 from sgl_ext.protocols.registry import of_path

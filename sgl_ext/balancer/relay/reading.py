@@ -21,8 +21,7 @@ from sgl_ext.balancer.http.request_head import RequestHead
 from sgl_ext.balancer.relay.hidden_usage import with_usage
 from sgl_ext.balancer.relay.hint_rules import AskedHints
 from sgl_ext.balancer.routing.prompt import Prompt, read_prompt
-from sgl_ext.limits.bounds import MAX_TOOLS, UNCOUNTED_BYTES
-from sgl_ext.limits.elements import Excess, find_excess, find_many
+from sgl_ext.limits.bounds import MAX_TOOLS, UNCOUNTED_BYTES, Excess, find_excess, find_many
 from sgl_ext.prompts.blocks import NamedBlock
 from sgl_ext.prompts.cache_miss import Settings, settings_of
 from sgl_ext.protocols.cache_diagnostics import Question, read_question

@@ -14,8 +14,7 @@ from radix.tier import Tier
 from sgl_ext.balancer.metrics.registry import Metrics
 from sgl_ext.balancer.metrics.worker_gauges import gauges
 from sgl_ext.balancer.routing.worker import DECODE, PREFILL, STATES, Worker, rank_id
-from sgl_ext.membership.member import Member
-from sgl_ext.membership.merging import ADMIN, AdminChanges, merge
+from sgl_ext.membership.member import ADMIN, AdminChanges, Member, merge
 
 log = logging.getLogger(__name__)
 

@@ -15,7 +15,7 @@ from sgl_ext.engine.http.extension import installed
 from sgl_ext.engine.http.rendering import defers_tools
 from sgl_ext.engine.sglang_http_types import AnthropicServing, ServingChat, ServingResponses
 from sgl_ext.engine.sglang_types import Original
-from sgl_ext.limits.nesting import LIMIT_LEVELS, deep_field
+from sgl_ext.limits.bounds import LIMIT_LEVELS, deep_field
 from sgl_ext.protocols.anthropic import ANTHROPIC, COUNT_TOKENS
 from sgl_ext.protocols.responses import RESPONSES
 from sgl_ext.protocols.tools import allowed_names, namespaced_names, withdrawn_tools

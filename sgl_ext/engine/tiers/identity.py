@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import orjson
 
-from sgl_ext.sizing.model_config import SizingError, model_folder
+from sgl_ext.sizing.model import SizingError, model_folder
 
 if TYPE_CHECKING:
     from sgl_ext.engine.sglang_types import ResolvedArgs

@@ -15,7 +15,7 @@ from sgl_ext.balancer.metrics.registry import band
 from sgl_ext.balancer.routing.admission_queue import HOME_WAIT_S, RESERVE_S, AdmissionQueue
 from sgl_ext.balancer.routing.attempts import NO_ROUTING, Attempt, RoutingRequest
 from sgl_ext.balancer.routing.worker import Load, Worker
-from sgl_ext.membership.static import NAME
+from sgl_ext.membership.sources import STATIC
 from sgl_ext.protocols.errors import BalancerError
 from tests.balancer.routing.test_router import Setting
 
@@ -152,7 +152,7 @@ def test_a_prompt_that_fits_no_engine_is_placed() -> None:
 def test_requests_wait_for_workers_that_restart_and_no_longer_than_for_capacity() -> None:
     queue = Queue()
     members = [worker.member for worker in queue.workers.all]
-    queue.workers.apply(NAME, [structs.replace(member, state="restarting") for member in members])
+    queue.workers.apply(STATIC, [structs.replace(member, state="restarting") for member in members])
     first, second = queue.arrive(), queue.arrive()
     queue.admission_queue.sweep()
     assert (first.error, second.error, len(queue.admission_queue)) == (None, None, 2)
@@ -162,14 +162,14 @@ def test_requests_wait_for_workers_that_restart_and_no_longer_than_for_capacity(
     assert first.error is not None
     assert first.error.message == "All engines are restarting. None had capacity for 60 s."
     third = queue.arrive()
-    queue.workers.apply(NAME, [structs.replace(members[0], id="its successor")])
+    queue.workers.apply(STATIC, [structs.replace(members[0], id="its successor")])
     queue.workers.mark(queue.workers.all[-1], ready=True)
     queue.admission_queue.sweep()
     assert third.attempt is not None
     assert third.attempt.worker.id == "its successor"
-    queue.workers.apply(NAME, [structs.replace(member, state="restarting") for member in members])
+    queue.workers.apply(STATIC, [structs.replace(member, state="restarting") for member in members])
     fourth = queue.arrive()
-    queue.workers.apply(NAME, [])
+    queue.workers.apply(STATIC, [])
     queue.admission_queue.sweep()
     assert fourth.error is not None
     assert fourth.error.message == "No engine is ready."

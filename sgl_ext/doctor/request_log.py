@@ -1,12 +1,33 @@
-"""One line of a request log (`balancer/reporting/ended_request.py`), as far as sums need it."""
+"""A request log, read line by line: its requests as far as sums need them, and their tokens."""
 
-from typing import Any, NamedTuple
+import sys
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any, NamedTuple, TypeVar
 
 import orjson
 
-from sgl_ext.doctor.logs.tokens import Tokens
 
-_MOST = 10**12
+class Tokens(NamedTuple):
+    """computed: prompt tokens that an engine computed. read: those that it had in its cache.
+    output: generated tokens."""
+
+    computed: int = 0
+    read: int = 0
+    output: int = 0
+
+    @property
+    def prompt(self) -> int:
+        """Tokens of the prompts."""
+        return self.computed + self.read
+
+    def plus(self, other: "Tokens") -> "Tokens":
+        """The sums of both."""
+        return Tokens(
+            self.computed + other.computed, self.read + other.read, self.output + other.output
+        )
+
+
+_MOST_COUNT = 10**12
 
 
 class Entry(NamedTuple):
@@ -69,6 +90,37 @@ def _session(record: dict[str, Any], client: dict[str, Any]) -> str:
 
 
 def _count(value: Any) -> int:
-    if not 0 <= (count := int(value)) <= _MOST:
+    if not 0 <= (count := int(value)) <= _MOST_COUNT:
         raise ValueError(f"{count} is no count")
     return count
+
+
+Read = TypeVar("Read")
+
+
+class NotALog(Exception):
+    """No line has the fields of a request log; the message says so."""
+
+    def __init__(self) -> None:
+        super().__init__("not a request log: no line has the fields of one")
+
+
+def readable(lines: Iterable[bytes], read: Callable[[bytes], Read], command: str) -> Iterator[Read]:
+    """What `read` makes of each line.
+
+    Lines for which it raises ValueError, TypeError, KeyError or AttributeError are left out, and
+    their number is printed on stderr in the name of the command. Raises NotALog if none is left.
+    """
+    count = unreadable = 0
+    for line in lines:
+        try:
+            entry = read(line)
+        except (ValueError, TypeError, KeyError, AttributeError):
+            unreadable += 1
+        else:
+            count += 1
+            yield entry
+    if unreadable and not count:
+        raise NotALog
+    if unreadable:
+        print(f"{command}: {unreadable} lines could not be read", file=sys.stderr)

@@ -8,14 +8,21 @@ from typing import Any
 import pytest
 
 from sgl_ext.limits.bounds import (
+    LIMIT_LEVELS,
     MAX_BLOCKS,
     MAX_COMMAS,
     MAX_ELEMENTS,
     MAX_MESSAGES,
     MAX_TOOLS,
     UNCOUNTED_BYTES,
+    deep_field,
+    find_excess,
+    find_many,
 )
-from sgl_ext.limits.elements import find_excess, find_many
+from sgl_ext.protocols.anthropic import ANTHROPIC
+from sgl_ext.protocols.registry import of_path
+from sgl_ext.protocols.responses import RESPONSES
+from sgl_ext.reading.segments import read_chain
 
 _LONG = b" " * UNCOUNTED_BYTES
 
@@ -94,3 +101,29 @@ def test_a_long_conversation_passes() -> None:
     body = {"system": blocks(3), "tools": [{}] * 300, "messages": turns}
     assert find_excess(body, "messages", ("system",)) is None
     assert find_many(json.dumps(body).encode()) is None
+
+
+def nested(levels: int, kind: type) -> Any:
+    value: Any = kind()
+    for _ in range(levels - 1):
+        value = [value] if kind is list else {"a": value}
+    return value
+
+
+@pytest.mark.parametrize("kind", [list, dict])
+@pytest.mark.parametrize("field", ["tools", "metadata", "model", "of no protocol"])
+def test_a_field_is_named_from_one_level_beyond_the_limit(field: str, kind: type) -> None:
+    body = {"model": "m", "input": "hi", field: nested(LIMIT_LEVELS, kind)}
+    assert deep_field(body, RESPONSES.turns_field) is None
+    body[field] = nested(LIMIT_LEVELS + 1, kind)
+    assert deep_field(body, RESPONSES.turns_field) == field
+
+
+def test_messages_are_left_to_the_engine() -> None:
+    assert deep_field({"messages": nested(1000, list)}, ANTHROPIC.turns_field) is None
+    assert deep_field(nested(1000, list), ANTHROPIC.turns_field) is None
+
+
+def test_a_model_that_is_nested_too_deeply_has_no_segments() -> None:
+    body = {"model": nested(1010, list), "messages": [{"role": "user", "content": "hi"}]}
+    assert read_chain(of_path("/v1/chat/completions"), body).hashes == ()

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from sgl_ext.membership.member import Member
-from sgl_ext.membership.merging import AdminChanges, merge
+from sgl_ext.membership.member import AdminChanges, Member, merge
 
 NOTHING = AdminChanges()
 ONE, TWO = Member(id="1", url="http://a:1"), Member(id="2", url="http://b:1")

@@ -1,10 +1,48 @@
-"""Finds the recipes: in an installed wheel beside this module, in a checkout in `launch/`."""
+"""The recipes that come with sgl-ext: settings, alerts, dashboards, manifests and units.
 
+    sgl-ext recipes                  their names and where they are
+    sgl-ext recipes gpu.toml         prints one
+    sgl-ext recipes --write launch   copies all into a folder
+
+They are the files of `launch/`. A wheel holds them in `recipe_files/`.
+"""
+
+import argparse
+import sys
+from collections.abc import Sequence
 from difflib import get_close_matches
 from pathlib import Path, PurePosixPath
 
-_INSTALLED = Path(__file__).parent / "files"
-_CHECKOUT = Path(__file__).parents[2] / "launch"
+
+def run(argv: Sequence[str]) -> int:
+    """Prints what the arguments name and returns the exit code: 2 if it is not possible."""
+    parser = argparse.ArgumentParser(
+        prog="sgl-ext recipes",
+        allow_abbrev=False,
+        description="Settings, alerts, dashboards, manifests and units that come with sgl-ext.",
+    )
+    parser.add_argument("name", nargs="?", help="print this one, such as gpu.toml")
+    parser.add_argument("--write", metavar="FOLDER", type=Path, help="copy all into this folder")
+    flags = parser.parse_args(argv)
+    if flags.name is not None and flags.write is not None:
+        parser.error("give a name or --write")
+    try:
+        if flags.write is not None:
+            print(*write_recipes(flags.write), sep="\n")
+        elif flags.name is not None:
+            sys.stdout.write(recipe(flags.name).read_text())
+        else:
+            width = max(map(len, recipes()))
+            for name, path in recipes().items():
+                print(f"{name:{width}}  {path}")
+    except (NoSuchRecipe, OSError) as error:
+        print(f"sgl-ext recipes: {error}", file=sys.stderr)
+        return 2
+    return 0
+
+
+_INSTALLED = Path(__file__).parent / "recipe_files"
+_CHECKOUT = Path(__file__).parents[1] / "launch"
 # Programs of a checkout are of no use to somebody who has a wheel.
 _NOT_RECIPES = ("cpu/sgl_ext_cpu", "cpu/pyproject.toml", "cpu/README.md")
 
@@ -70,3 +108,7 @@ def write_recipes(folder: Path) -> list[Path]:
 def _is_recipe(name: PurePosixPath) -> bool:
     hidden = any(part.startswith(".") or part == "__pycache__" for part in name.parts)
     return not (hidden or name.suffix == ".py" or str(name).startswith(_NOT_RECIPES))
+
+
+if __name__ == "__main__":
+    raise SystemExit(run(sys.argv[1:]))

@@ -221,8 +221,8 @@ def test_a_file_that_is_no_request_log_is_named(
 
 
 def test_prices_of_one_model_replace_the_usual_ones(tmp_path: Path) -> None:
-    from sgl_ext.doctor.logs.prices import read_prices
-    from sgl_ext.doctor.logs.tokens import Tokens
+    from sgl_ext.doctor.comparison import read_prices
+    from sgl_ext.doctor.request_log import Tokens
 
     path = tmp_path / "prices.toml"
     path.write_text(PRICES + "[models.small]\ncomputed = 1.0\n")

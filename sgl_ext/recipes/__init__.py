@@ -1,1 +1,0 @@
-"""The files of `launch/`: settings, alerts, manifests. A wheel holds them in `files/`."""
