@@ -6,8 +6,7 @@ import re
 from collections.abc import Mapping
 from pathlib import Path
 
-from sgl_ext.engine.fields.checks import Check
-from sgl_ext.engine.fields.ranges import EMBEDDING, GENERATION, SAMPLING
+from sgl_ext.engine.fields.ranges import EMBEDDING, GENERATION, SAMPLING, Check
 
 PAGE = Path(__file__).with_name("reference") / "limits.md"
 _BEGIN, _END = "<!-- Made by `python -m docs.field_ranges`: {} -->", "<!-- The end of that. -->"

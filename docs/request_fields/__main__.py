@@ -25,8 +25,7 @@ from docs.request_fields.states import (
     State,
     states_of,
 )
-from sgl_ext.engine.fields.checks import Elsewhere, Internal
-from sgl_ext.engine.fields.ranges import GENERATION, SAMPLING
+from sgl_ext.engine.fields.ranges import GENERATION, SAMPLING, Elsewhere, Internal
 
 PAGE = Path(__file__).parents[1] / "reference" / "request-fields.md"
 _ROOT = "request"

@@ -168,7 +168,7 @@ def doctor(
     raise typer.Exit(main(["--url", node_at(url, None).url, *flags]))
 
 
-_MODULE = "sgl_ext.engine.http.template_folder"
+_MODULE = "sgl_ext.compat.template_folder"
 
 
 def show_template(folder: Path, *, as_json: bool) -> None:

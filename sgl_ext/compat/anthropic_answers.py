@@ -20,7 +20,7 @@ from typing import Any
 
 import orjson
 
-from sgl_ext.compat.early_calls import ObjectEnd, marks_ends, with_marks
+from sgl_ext.compat.tool_calls import ObjectEnd, marks_ends, with_marks
 from sgl_ext.engine.core.counters import counter
 from sgl_ext.engine.core.request_context import RequestContext, current
 from sgl_ext.engine.sglang_types import Original

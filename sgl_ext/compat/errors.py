@@ -1,4 +1,30 @@
-"""Puts every error that the engine answers into the shape of its protocol, in streams, too.
+"""What pydantic and jsonschema found wrong with a body, as the field's path and one sentence.
+
+    pydantic    messages.0.Union1.role       Input should be 'user'
+                messages.0.Union2.content    Input should be a valid string
+    here        messages.0.content           Input should be a valid string
+
+A value that may have several types is tried as each of them, and each says what it misses. Those
+count that come furthest: that took the `role` or `type`, or found the fault deeper inside. SGLang
+answers some of these errors as text, with its own classes and the addresses of libraries.
+
+Errors of the engine in the shape of their protocol, without the server's internals.
+
+SGLang's own shapes differ by path and by the code that raised them, and some show a traceback or
+the server's files. An error that a harness acts upon is worded as its vendor words it: Claude Code
+and Codex compact the conversation when a prompt is too long.
+
+Whose fault an error is: what SGLang knows of it, and leaves out of its answer.
+
+On /v1/responses, SGLang answers 400 to a whole request that the scheduler aborted with another
+status, or that failed in SGLang's own code; a stream tells no status at all. And to the text of an
+error it adds that of its cause, which is "None" if there is none. So status and text are noted here
+where SGLang has them, for the error middleware.
+
+For some bodies that it rejects, SGLang logs a traceback as if it had failed. Such a record becomes
+one line.
+
+Puts every error that the engine answers into the shape of its protocol, in streams, too.
 
 status >= 400       the body is collected, and sent in the protocol's shape
 on a native path    likewise, in SGLang's own shape, if it exposes the server's internals
@@ -9,17 +35,21 @@ a stream            SGLang answers status 200 to a stream that fails before its 
                     whether a request can run, so nothing is known of it before
 """
 
+import logging
+import re
 import traceback
-from typing import Any
+from ast import literal_eval
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+from http import HTTPStatus
+from typing import Any, NamedTuple
 
 import orjson
 from starlette.datastructures import Headers, MutableHeaders
 
-from sgl_ext.compat import error_shape, faults
-from sgl_ext.compat.context_length import CODE as TOO_LONG
-from sgl_ext.compat.context_length import too_long
-from sgl_ext.compat.error_shape import INTERNAL, EngineError, scrubbed, shaped
-from sgl_ext.engine.core.request_context import context_in
+from sgl_ext.compat import window
+from sgl_ext.compat.window import CODE as TOO_LONG
+from sgl_ext.compat.window import too_long
+from sgl_ext.engine.core.request_context import RequestContext, context_in, current
 from sgl_ext.engine.core.request_names import request_id_of
 from sgl_ext.protocols.anthropic import ANTHROPIC, status_of_type
 from sgl_ext.protocols.chat import OLLAMA_CHAT
@@ -35,7 +65,369 @@ from sgl_ext.protocols.routes import (
     is_beside_responses,
     not_found,
 )
-from sgl_ext.reading.protocol import ErrorShape
+from sgl_ext.reading.places import value_at
+from sgl_ext.reading.protocol import ErrorShape, Protocol
+
+_WORD = re.compile(r"[a-z_][a-z0-9_]*\Z")
+_TYPES = frozenset({"body", "str", "list", "dict", "int", "float", "bool"})
+_KINDS = ("role", "type")
+_PYDANTIC = re.compile(r"\d+ validation errors? for [^\n]+\n")
+# The same as SGLang writes it on its own paths.
+_LISTED = re.compile(r"'loc': (\([^()]*\)), 'msg': ('(?:[^'\\]|\\.)*'|\"(?:[^\"\\]|\\.)*\")")
+_DETAILS = re.compile(r" \[type=\w+, input_value=.*\Z", re.DOTALL)
+_OF_LIBRARY = re.compile(r"\s*For further information visit \S+")
+_SCHEMA = re.compile(r"Tool (\d+) function has invalid 'parameters' schema: (.*)", re.DOTALL)
+_JSONSCHEMA = "\n\nFailed validating "
+_VALUE_ERROR = re.compile(r"^(Value error|Assertion failed), ")
+# SGLang's own sentences that name no field, or that of a class of its own.
+_SENTENCES = {
+    "schema_ is required for json_schema response format request.": (
+        "response_format.json_schema: Field required"
+    ),
+    "Messages cannot be empty.": "messages: must not be empty",
+    "Prompt cannot be empty": "prompt: must not be empty",
+}
+_ITEM_TYPES: Mapping[str, Any] = {
+    "content": (str, list),
+    "output": (str, list),
+    "name": str,
+    "arguments": str,
+    "call_id": str,
+    "role": str,
+}
+
+
+class Wrong(NamedTuple):
+    """One wrong field. path: "" for the whole body."""
+
+    path: str
+    what: str
+
+
+def fields_of(errors: Sequence[Any]) -> list[Wrong]:
+    """The wrong fields in pydantic's list of errors, each once."""
+    located = [(tuple(error.get("loc", ())), error) for error in errors]
+    found: dict[str, str] = {}
+    for location, error in _furthest(located):
+        path = ".".join(str(step) for step in location if _is_field(step))
+        what = str(error.get("msg", "")).strip()
+        if error.get("type") == "json_invalid":  # then the place is a byte of the body
+            path, what = "", f"{what}: {error.get('ctx', {}).get('error', '')}"
+        found.setdefault(path, _VALUE_ERROR.sub("", what))
+    return [Wrong(path, what) for path, what in found.items()]
+
+
+def plain(message: str) -> str:
+    """A message of SGLang's without what libraries say of themselves."""
+    if (known := _SENTENCES.get(message)) is not None:
+        return known
+    errors = [
+        {"loc": literal_eval(found[1]), "msg": literal_eval(found[2])}
+        for found in _LISTED.finditer(message)
+    ]
+    if (found := _PYDANTIC.search(message)) is not None:
+        errors = list(_read(message[found.end() :]))
+    if errors:
+        wrong = fields_of(errors)[0]
+        return f"{wrong.path or 'body'}: {wrong.what}"
+    if (tool := _SCHEMA.match(message)) is not None:
+        what = tool[2].partition(_JSONSCHEMA)[0]
+        return f"tools.{tool[1]}.function.parameters: {what}"
+    return _OF_LIBRARY.sub("", message.partition(_JSONSCHEMA)[0])
+
+
+def of_item(message: str, items: Any) -> Wrong | None:
+    """What is wrong with an item of /v1/responses, of which SGLang made a message; None if the
+    message says something else."""
+    head, _, what = message.partition(": ")
+    if not re.fullmatch(r"messages(\.\w+)*", head):
+        return None
+    for at, item in enumerate(items if isinstance(items, list) else ()):
+        for name, types in _ITEM_TYPES.items() if isinstance(item, dict) else ():
+            if item.get(name) is not None and not isinstance(item[name], types):
+                return Wrong(f"input[{at}].{name}", what)
+    return Wrong("input", what)
+
+
+def _read(text: str) -> Iterator[dict[str, Any]]:
+    """The errors in pydantic's text: a place, and below it what is wrong there."""
+    place, said = "", list[str]()
+    for line in [*text.splitlines(), "end"]:
+        if line.startswith(" "):
+            if not _OF_LIBRARY.match(line):
+                said.append(line.strip())
+            continue
+        if said:
+            yield {"loc": _steps(place), "msg": _DETAILS.sub("", "\n".join(said))}
+        place, said = line, []
+
+
+def _steps(place: str) -> tuple[Any, ...]:
+    """A dotted place as steps. Types have dots and commas inside of brackets."""
+    steps, depth = [""], 0
+    for char in place:
+        depth += (char in "[(") - (char in "])")
+        if char == "." and not depth:
+            steps.append("")
+        else:
+            steps[-1] += char
+    return tuple(int(step) if step.isdecimal() else step for step in steps)
+
+
+def _furthest(located: list[tuple[tuple[Any, ...], Any]]) -> list[tuple[tuple[Any, ...], Any]]:
+    """Of each value that was tried as several types, the errors of those that come furthest."""
+    branches: dict[tuple[Any, ...], dict[Any, list[tuple[Any, ...]]]] = {}
+    for location, _ in located:
+        at = next((i for i, step in enumerate(location) if i and not _is_field(step)), None)
+        if at is not None:
+            branches.setdefault(location[:at], {}).setdefault(location[at], []).append(location)
+    left = set[tuple[Any, ...]]()
+    for tried in branches.values():
+        if len(tried) == 1:
+            continue
+        best = max(map(_distance, tried.values()))
+        for locations in tried.values():
+            if _distance(locations) < best:
+                left.update(locations)
+    return [each for each in located if each[0] not in left]
+
+
+def _distance(locations: list[tuple[Any, ...]]) -> tuple[bool, int]:
+    """How far one type came: whether it is the kind that is meant, and how deep its faults are."""
+    return not any(each[-1] in _KINDS for each in locations), max(map(len, locations))
+
+
+def _is_field(step: Any) -> bool:
+    """Whether a step of pydantic's path to an error names a field, and not one of its types."""
+    return isinstance(step, int) or (bool(_WORD.match(str(step))) and step not in _TYPES)
+
+
+_LIMIT_CHARS = 1000
+_SHOWN = 3
+_INTERNALS = re.compile(
+    r'Traceback|File \\?"|(/[\w.+@-]+){2,}\.(py\b|(cc|cpp|cu|h):\d)|\d validation errors?'
+)
+_TRACE = re.compile(r'^(Traceback\b|\s+File "|\s+POST /)')
+_PLACE = re.compile(r"(\[\d\d:\d\d:\d\d\] )?(/[\w.+@-]+)+\.\w+:\d+:?\s*")
+_FILE = re.compile(
+    r"(?<![\w/:])(/[\w.+@-]+){2,}\.(py|pyc|so|cc|cpp|cu|h|rs|json|jinja|safetensors)\b"
+)
+_NO_GRAMMAR = re.compile(r"^Failed to compile (\w+) grammar: ")
+_PATH = re.compile(r"(messages|prompt|tools|response_format)(\.[a-z0-9_]+)*")
+_OWN_FIELDS = ("regex", "ebnf")
+INTERNAL = "Internal server error"
+
+
+class EngineError(NamedTuple):
+    """An error that the engine answers. The message exposes nothing of the server."""
+
+    status: int
+    message: str
+    param: str | None = None
+
+    @property
+    def code(self) -> str | None:
+        """OpenAI's name for it, if it has one."""
+        if too_long(self.message) is not None:
+            return window.CODE
+        return "model_not_found" if self.status == 404 and self.param == "model" else None
+
+
+def read_error(status: int, body: bytes) -> EngineError:
+    """The error in a body that has one of SGLang's shapes."""
+    try:
+        document: Any = orjson.loads(body)
+    except orjson.JSONDecodeError:
+        document = body.decode("utf-8", "replace")
+    if isinstance(document, dict):
+        document = document.get("error", document.get("detail", document))
+    param = document.get("param") if isinstance(document, dict) else None
+    message = document.get("message") if isinstance(document, dict) else document
+    text = message if isinstance(message, str) else ""
+    return EngineError(status, scrubbed(status, text), param if isinstance(param, str) else None)
+
+
+def scrubbed(status: int, message: str) -> str:
+    """A message without traces and files of the server. For status 500 it is INTERNAL, except where
+    it says that an answer was aborted."""
+    if status == 500 and not message.startswith("The answer was"):
+        return INTERNAL
+    lines = [line for line in plain(message).splitlines() if not _TRACE.match(line)]
+    text = _FILE.sub("a file of the server", _PLACE.sub("", "\n".join(lines))).strip()
+    return text[:_LIMIT_CHARS] or "The request failed."
+
+
+def native_body(error: EngineError) -> bytes:
+    """The JSON body of an error on a native path."""
+    return orjson.dumps({"error": {"message": error.message}})
+
+
+def exposes_internals(body: bytes) -> bool:
+    """Whether an error's body exposes the server's internals."""
+    return _INTERNALS.search(body.decode("utf-8", "replace")) is not None
+
+
+def shaped(shape: ErrorShape, error: EngineError, request_id: str) -> bytes:
+    """The JSON body of an error in a protocol's shape."""
+    message = error.message
+    if (found := too_long(message)) is not None:
+        message = found.anthropic if shape is ANTHROPIC.errors else found.openai
+    return shape.body(error.status, message, request_id, error.code, error.param)
+
+
+def error_of_validation(errors: Sequence[Any]) -> EngineError:
+    """What pydantic found wrong with a body: the first fields, and what they should be."""
+    found = fields_of(errors)
+    shown = [f"{path or 'body'}: {what}" for path, what in found[:_SHOWN]]
+    if len(found) > _SHOWN:
+        shown.append(f"and {len(found) - _SHOWN} more")
+    param = found[0].path if found else ""
+    return EngineError(400, scrubbed(400, "; ".join(shown)), param or None)
+
+
+def with_field(error: EngineError, protocol: Protocol, body: Any) -> EngineError:
+    """An error that says which field no grammar can be made of.
+
+    A grammar with a structural tag is made of the tools, and of the answer's schema if there is
+    one.
+    """
+    found = _NO_GRAMMAR.match(error.message)
+    if found is None or error.param is not None:
+        return error
+    formats = (found[1],) if found[1] in _OWN_FIELDS else protocol.formats
+    fields = [path for path in formats if value_at(body, tuple(path.split(".")))]
+    if found[1] == "structural_tag" and value_at(body, ("tools",)):
+        fields.append("tools")
+    if not fields:
+        return error
+    reason = error.message[found.end() :]
+    message = f"{' or '.join(fields)}: no grammar can be made of it: {reason}"
+    return error._replace(message=message, param=fields[0])
+
+
+def with_item(error: EngineError, body: Any) -> EngineError:
+    """An error of /v1/responses that names the client's item, and not the message that SGLang has
+    made of it."""
+    found = of_item(error.message, body.get("input") if isinstance(body, dict) else None)
+    if found is None or error.param is not None:
+        return error
+    return error._replace(message=f"{found.path}: {found.what}", param=found.path)
+
+
+def with_path(error: EngineError) -> EngineError:
+    """An error whose field is the one that its message begins with, if it begins with one."""
+    path = error.message.partition(": ")[0]
+    is_path = error.param is None and error.status == 400 and bool(_PATH.fullmatch(path))
+    return error._replace(param=path) if is_path and path != "body" else error
+
+
+def read_failed_event(data: bytes) -> EngineError:
+    """The error in the last event of a failed response on /v1/responses."""
+    response = orjson.loads(data.partition(b"\ndata: ")[2])["response"]
+    message = (response.get("error") or {}).get("message") or ""
+    return EngineError(400, scrubbed(400, str(message)))
+
+
+def failed_event(data: bytes) -> bytes:
+    """The last event of a failed response on /v1/responses, with the most telling code."""
+    head, _, text = data.partition(b"\ndata: ")
+    document = orjson.loads(text)
+    error = document["response"].get("error")
+    if not isinstance(error, dict):
+        return data
+    found = EngineError(400, scrubbed(400, str(error.get("message") or "")))
+    code = found.code or error.get("code") or "server_error"
+    long = too_long(found.message)
+    message = found.message if long is None else long.openai
+    document["response"]["error"] = {"code": code, "message": message}
+    return b"%b\ndata: %b\n\n" % (head, orjson.dumps(document))
+
+
+_ENTRY = "sglang.srt.entrypoints"
+# For each logger, how a record begins that says what was wrong with a body.
+_RECORDS = {
+    f"{_ENTRY}.openai.serving_responses": (
+        "Error in preprocessing prompt inputs",
+        "Error while streaming /v1/responses",
+    ),
+    f"{_ENTRY}.openai.serving_tokenize": ("Error during detokenization",),
+    f"{_ENTRY}.anthropic.serving": (
+        "Error converting Anthropic request",
+        "Error converting count_tokens request",
+    ),
+}
+
+
+async def note_abort(
+    original: Callable[..., Awaitable[Any]], manager: Any, out: Any, *args: Any, **kw: Any
+) -> Any:
+    """Around `TokenizerManager._handle_abort_finish_reason`: notes the status of an abort."""
+    finish, context = out["meta_info"]["finish_reason"], current()
+    if context is not None and finish.get("type") == "abort":
+        context.failed_status = finish.get("status_code") or HTTPStatus.INTERNAL_SERVER_ERROR
+    return await original(manager, out, *args, **kw)
+
+
+async def note_failure(original: Callable[..., Awaitable[Any]], *args: Any, **kw: Any) -> Any:
+    """Around `OpenAIServingResponses.responses_full_generator`: notes that SGLang's code failed."""
+    try:
+        return await original(*args, **kw)
+    except Exception as error:
+        _note(error)
+        raise
+
+
+class ClientFaults(logging.Filter):
+    """Notes the errors of rejected bodies, and logs them without a traceback."""
+
+    def __init__(self, beginnings: tuple[str, ...]) -> None:
+        super().__init__()
+        self._beginnings = beginnings
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        """Passes every record."""
+        error = record.exc_info[1] if record.exc_info else None
+        if error is None or not str(record.msg).startswith(self._beginnings):
+            return True
+        _note(error)
+        if is_clients(error):
+            record.msg, record.args = f"{record.getMessage()}: {error!r}", ()
+            record.exc_info = record.exc_text = None
+            record.levelno, record.levelname = logging.WARNING, "WARNING"
+        return True
+
+
+def is_clients(error: BaseException) -> bool:
+    """Whether an error, raised while a body was read, can be the fault of that body."""
+    from jinja2 import TemplateError
+
+    return isinstance(error, (ValueError, TypeError, LookupError, OverflowError, TemplateError))
+
+
+def _note(error: BaseException) -> None:
+    context = current()
+    if context is None or context.failed_status is not None:
+        return
+    if not is_clients(error):
+        context.failed_status = HTTPStatus.INTERNAL_SERVER_ERROR
+    if error.__cause__ is None:
+        context.fault = str(error)
+
+
+def corrected(error: EngineError, context: RequestContext) -> EngineError:
+    """An error of /v1/responses with the status and the text that were noted."""
+    status = error.status
+    if status == HTTPStatus.BAD_REQUEST and context.failed_status is not None:
+        status = int(context.failed_status)
+    message = context.fault or error.message.removeprefix(f"{status}: ")
+    return EngineError(status, scrubbed(status, message), error.param)
+
+
+def quiet_client_faults() -> None:
+    """Puts the filters into SGLang's loggers."""
+    for name, beginnings in _RECORDS.items():
+        logging.getLogger(name).addFilter(ClientFaults(beginnings))
+
 
 _WRONG_TYPE = "body: a field has a value of a type that it cannot have"
 _WRONG_VALUE = "body: a field has a value that nothing can be made of"
@@ -137,7 +529,7 @@ class _Answer:
         start = start or {"type": "http.response.start"}
         headers = MutableHeaders(raw=list(start.get("headers", ())))
         if self._shape is None:
-            body = error_shape.native_body(error)
+            body = native_body(error)
         else:
             name, value, body = _shaped_with_id(self._scope, error)
             headers.append(name, value)
@@ -165,8 +557,8 @@ class _Answer:
         body = b"".join(self._parts)
         if status == 500 and self._path.endswith(_DETOKENIZE):
             await self.reject(EngineError(400, _WRONG_VALUE, "tokens"))
-        elif status >= 400 and (self._shape is not None or error_shape.exposes_internals(body)):
-            error = self._of_path(error_shape.read_error(status, body))
+        elif status >= 400 and (self._shape is not None or exposes_internals(body)):
+            error = self._of_path(read_error(status, body))
             await self.reject(self._by_context(error), {**start, "status": error.status})
         else:
             self.is_begun = True
@@ -203,15 +595,15 @@ class _Answer:
         if context is None:
             return error
         if context.path in RESPONSES.paths:
-            error = error_shape.with_item(faults.corrected(error, context), context.body)
+            error = with_item(corrected(error, context), context.body)
         if context.wrong_field is not None and error.param is None:
             error = error._replace(param=context.wrong_field)
-        return error_shape.with_path(error_shape.with_field(error, context.protocol, context.body))
+        return with_path(with_field(error, context.protocol, context.body))
 
     def _reshaped(self, data: bytes) -> bytes:
         """An event that says that a stream failed, in the protocol's shape."""
         if self._shape is not None and data.startswith(_FAILED):
-            return error_shape.failed_event(data)
+            return failed_event(data)
         if self._shape is ANTHROPIC.errors and data.startswith(b"event: error"):
             return b"event: error\ndata: %b\n\n" % shaped(self._shape, _error_in(data), "")
         if self._shape is OPENAI_ERRORS and data.startswith(b"data: "):
@@ -236,12 +628,12 @@ def _shaped_with_id(scope: Any, error: EngineError) -> tuple[str, str, bytes]:
 def _error_in(data: bytes) -> EngineError:
     """The error in an event that says that a stream failed."""
     if data.startswith(_FAILED):
-        return error_shape.read_failed_event(data)
+        return read_failed_event(data)
     if data.startswith(b"data: "):
         text = data.removeprefix(b"data: ")
         code = orjson.loads(text)["error"].get("code")
         status = code if isinstance(code, int) and 400 <= code < 600 else 500
-        return error_shape.read_error(status, text)
+        return read_error(status, text)
     error = orjson.loads(data.partition(b"\ndata: ")[2])["error"]
     status = status_of_type(error["type"])
     return EngineError(status, scrubbed(status, error["message"]))
@@ -281,7 +673,7 @@ def install(app: Any) -> None:
     from fastapi.exceptions import RequestValidationError
     from starlette.responses import JSONResponse, Response
 
-    faults.install()
+    quiet_client_faults()
     app.add_middleware(ErrorMiddleware)
     sglangs_handler = app.exception_handlers[RequestValidationError]
     sglangs_other_handler = app.exception_handlers[HTTPException]
@@ -290,7 +682,7 @@ def install(app: Any) -> None:
         """Answers what is wrong with a body, which the middleware then shapes."""
         if not is_shaped(request.url.path):
             return await sglangs_handler(request, error)
-        found = error_shape.error_of_validation(error.errors())
+        found = error_of_validation(error.errors())
         document = {"error": {"message": found.message, "param": found.param}}
         return JSONResponse(document, found.status)
 

@@ -20,7 +20,7 @@ from sgl_ext.engine import sglang_api
 from sgl_ext.engine.arguments import in_effect
 from sgl_ext.engine.core.request_context import current
 from sgl_ext.engine.fields import names
-from sgl_ext.engine.host_cache.shortcuts import SCHEMAS
+from sgl_ext.engine.host_cache.message_cache import SCHEMAS
 
 BACKEND = "xgrammar"
 SCHEMA_FIELD = "json_schema"

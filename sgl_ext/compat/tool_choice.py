@@ -1,4 +1,15 @@
-"""What a request allows its answer to hold is a matter of grammar, and not of the prompt.
+"""What an answer may hold, as xgrammar's structural tags: calls of some tools, no call, or JSON.
+
+A call begins with the same text in every answer of a model: `STARTS` names it for each of SGLang's
+tool-call parsers. Without that text no parser finds a call, so text that excludes it holds none.
+Parsers that are missing there find calls in other text, too, or frame all of an answer; for them
+no such tag can be written.
+
+Where SGLang has a grammar for the calls of a parser, it is used here: xgrammar's for the model, or
+SGLang's older one, which this module widens to the white space that models are trained on. For
+other parsers a call is its start and any text after it, and a grammar cannot limit the names.
+
+What a request allows its answer to hold is a matter of grammar, and not of the prompt.
 
 SGLang renders no tools for `tool_choice: none` and only one for a named choice, so each change of
 the choice is another prompt, and the cache has nothing behind its first tool. Here all tools
@@ -14,16 +25,143 @@ Where no grammar can hold the choice (`call_formats.STARTS`, another grammar bac
 has the allowed tools only, as in SGLang, and the request is counted.
 """
 
+import json
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from sgl_ext.compat import call_formats
-from sgl_ext.compat.held_schemas import BACKEND, checked_tools
+from sgl_ext.compat.held_schemas import BACKEND, checked_tools, refuse_answer
+from sgl_ext.engine import sglang_api
 from sgl_ext.engine.arguments import in_effect
 from sgl_ext.engine.core.counters import counter
 from sgl_ext.engine.core.request_context import RequestContext, current
 from sgl_ext.engine.sglang_http_types import FunctionCallParser, ServingChat
 from sgl_ext.engine.sglang_types import Original
+
+_CALL = "<tool_call>"
+_DEEPSEEK = "<\uff5ctool▁calls▁begin\uff5c>"
+STARTS: dict[str, tuple[str, ...]] = {
+    "apertus2509": ("<|tools_prefix|>",),
+    "cohere_command4": ("<|START_ACTION|>",),
+    "deepseekv3": (_DEEPSEEK,),
+    "deepseekv31": (_DEEPSEEK,),
+    "deepseekv32": ("<\uff5cDSML\uff5cfunction_calls>", "<\uff5cDSML\uff5cinvoke"),
+    "deepseekv4": ("<\uff5cDSML\uff5ctool_calls>", "<\uff5cDSML\uff5cinvoke"),
+    "deepseekv41": ("<\uff5cDSML\uff5c calls>", "<\uff5cDSML\uff5c invoke"),
+    "dots": ("<dots_function_call>",),
+    "gemma4": ("<|tool_call>",),
+    "gigachat3": ("<|function_call|>", "function call<|role_sep|>\n"),
+    "gigachat35": ("<\uff5cGCML\uff5ctool_calls>",),
+    "hunyuan": ("<tool_calls>",),
+    "interns1": ("<|action_start|> <|plugin|>",),
+    "iquest_q1": ("<iquest_tool_call>",),
+    "k2_horizon": ("<ifm|tool_call>",),
+    "kimi_k2": ("<|tool_calls_section_begin|>",),
+    "lfm2": ("<|tool_call_start|>",),
+    "minicpm5": ("<function",),
+    "minimax-m2": ("<minimax:tool_call>",),
+    "minimax-m3": ("]<]minimax[>[<tool_call>",),
+    "mistral": ("[TOOL_CALLS",),
+    "step3": ("<\uff5ctool_calls_begin\uff5c>",),
+    **dict.fromkeys(("glm", "glm45", "glm47", "hermes", "ling3", "mimo", "nanbeige"), (_CALL,)),
+    **dict.fromkeys(("poolside_v1", "qwen", "qwen25", "qwen3_coder"), (_CALL,)),
+    **dict.fromkeys(("spark25", "step3p5", "trinity"), (_CALL,)),
+}
+"""The texts with which calls begin, by SGLang's name of the parser."""
+
+Format = dict[str, Any]
+
+
+def tag(form: Format) -> tuple[str, Any]:
+    """A constraint on an answer, as SGLang hands it on."""
+    return "structural_tag", sglang_api.StructuralTag(format=form)
+
+
+def no_call(name: str) -> Format:
+    """Any text without a call."""
+    return {"type": "any_text", "excludes": list(STARTS[name])}
+
+
+def json_or(schema: str, calls: Any) -> tuple[str, Any]:
+    """JSON of a schema, or the calls of a constraint that `tag` made.
+
+    Raises ValueError, as for a schema alone, if a grammar would ignore a part of it.
+    """
+    document = json.loads(schema)
+    refuse_answer(document)
+    answer = {"type": "json_schema", "json_schema": document}
+    either = {"type": "or", "elements": [answer, calls.format]}
+    return tag(after_thinking(either))
+
+
+def after_thinking(form: Format) -> Format:
+    """A format behind the line breaks that models write after their thinking."""
+    breaks: Format = {"type": "regex", "pattern": r"\n{0,2}"}
+    return {"type": "sequence", "elements": [breaks, form]}
+
+
+def calls_of(
+    parser: FunctionCallParser, name: str, *, must_call: bool, one: bool, thinks: bool
+) -> Format | None:
+    """Calls of the parser's tools and no others; None if SGLang has no grammar for them.
+
+    name: SGLang's name of the parser.
+    must_call: the answer begins with a call. Otherwise text may come before it, or no call.
+    one: at most one call. thinks: the answer begins with thinking, which no other grammar covers.
+    """
+    detector, choice = parser.detector, "required" if must_call else "auto"
+    tools = parser.structural_tag_tools()
+    native = detector.get_structural_tag(
+        tools=tools, tool_choice=choice, thinking_mode=thinks, parallel_tool_calls=not one
+    )
+    if native is not None:
+        form: Format = native.model_dump()["format"]
+        return form
+    if not detector.supports_structural_tag() or detector.parses_required_natively():
+        return None
+    legacy = parser.get_legacy_structural_tag()
+    if not all(found.begin.startswith(STARTS[name]) for found in legacy.structures):
+        return None
+    tags = [
+        {"type": "tag", "begin": begin, "content": content, "end": ends}
+        for found in legacy.structures
+        for content in [{"type": "json_schema", "json_schema": found.schema_ or {}}]
+        for ends in [_read(_spaced_ends(found.end), found.end, detector.eot_token)]
+        for begin in _read(_spaced_begins(found.begin), found.begin, detector.bot_token)
+    ]
+    limits = {"at_least_one": must_call, "stop_after_first": one}
+    return {"type": "triggered_tags", "triggers": legacy.triggers, "tags": tags, **limits}
+
+
+def any_call(name: str) -> Format:
+    """An answer that begins with a call of any tool, with any arguments."""
+    starts = [{"type": "const_string", "value": start} for start in STARTS[name]]
+    begin = starts[0] if len(starts) == 1 else {"type": "or", "elements": starts}
+    return {"type": "sequence", "elements": [begin, {"type": "any_text"}]}
+
+
+def _read(texts: Sequence[str], own: str, token: str) -> list[str]:
+    """Those of the texts that a parser with this token reads: `qwen25` wants the line breaks."""
+    return [text for text in texts if text == own or text.startswith(token) or text.endswith(token)]
+
+
+def _spaced_begins(begin: str) -> Sequence[str]:
+    spaced = begin.replace('":"', '": "')
+    spaced = spaced + " " if spaced != begin and spaced.endswith(":") else spaced
+    found = [begin, spaced]
+    if begin.startswith(_CALL):
+        inner = [text.removeprefix(_CALL).lstrip("\n") for text in found]
+        found = [_CALL + space + text for text in inner for space in ("", "\n")]
+    return list(dict.fromkeys(found))
+
+
+def _spaced_ends(end: str) -> list[str]:
+    close = "</tool_call>"
+    if not end.endswith(close):
+        return [end]
+    inner = end.removesuffix(close).rstrip("\n")
+    return [f"{inner}{close}", f"{inner}\n{close}"]
+
 
 _FORMS = {"json_schema", "json_object"}
 
@@ -64,7 +202,7 @@ def hold_choice(
         return original(serving, request, *args, **kw)
     name = serving.tool_call_parser
     holds_schemas = name is not None and in_effect().grammar_backend == BACKEND
-    described = name in call_formats.STARTS and holds_schemas
+    described = name in STARTS and holds_schemas
     calls = context.calls = Calls(
         name if described else None,
         context.keeps_tools,
@@ -78,7 +216,7 @@ def hold_choice(
         _leave_out_tools(context, request, calls.allowed)
     processed = original(serving, request, *args, **kw)
     if request.tool_choice == "none" and calls.keeps_tools and calls.parser:
-        processed.tool_call_constraint = call_formats.tag(call_formats.no_call(calls.parser))
+        processed.tool_call_constraint = tag(no_call(calls.parser))
     elif request.tool_choice == "auto" and calls.has_schema and calls.or_answer is None and name:
         _count(context, "answer_schema")
     return processed
@@ -113,11 +251,9 @@ def constrain_calls(
         if calls is not None and calls.parser and found and hasattr(found[1], "structures"):
             # SGLang's older grammar, which leaves out white space that models write.
             must_call, one = choice != "auto", not parallel_tool_calls
-            form = call_formats.calls_of(
-                parser, calls.parser, must_call=must_call, one=one, thinks=False
-            )
+            form = calls_of(parser, calls.parser, must_call=must_call, one=one, thinks=False)
             if form is not None:
-                found = call_formats.tag(call_formats.after_thinking(form) if must_call else form)
+                found = tag(after_thinking(form) if must_call else form)
     finally:
         parser.tools = tools
     if calls is not None and names is not None:
@@ -131,13 +267,13 @@ def _auto(calls: Calls, parser: FunctionCallParser, *, one: bool, thinks: bool) 
     """The constraint of an answer that may call, if its schema or its choice needs one."""
     assert calls.parser is not None
     must_call = calls.has_schema
-    form = call_formats.calls_of(parser, calls.parser, must_call=must_call, one=one, thinks=thinks)
+    form = calls_of(parser, calls.parser, must_call=must_call, one=one, thinks=thinks)
     calls.is_bound = form is not None or calls.allowed is None
     if form is None and must_call:
-        form = call_formats.any_call(calls.parser)
+        form = any_call(calls.parser)
     if form is None:
         return None
-    constraint = call_formats.tag(form)
+    constraint = tag(form)
     calls.or_answer = constraint[1] if must_call else None
     return constraint
 
@@ -183,7 +319,7 @@ def join_schema(
             return free  # no call is read from it
     elif schema is not None and (choice != "auto" or calls.or_answer is not None):
         if choice == "auto":
-            tool_call_constraint = call_formats.json_or(schema, calls.or_answer)
+            tool_call_constraint = json_or(schema, calls.or_answer)
         request = request.model_copy(update={_FIELDS[type(request).__name__]: None})
     return original(request, *args, tool_call_constraint=tool_call_constraint, **kw)
 

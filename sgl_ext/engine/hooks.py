@@ -15,11 +15,14 @@ from types import FrameType, ModuleType
 from typing import Any
 
 from sgl_ext.compat import (
-    answer_metadata,
     anthropic_answers,
-    early_calls,
-    faults,
+    errors,
     held_schemas,
+    last_chunk,
+    openai_answers,
+    rendezvous,
+    sampler,
+    templates,
     text_logprobs,
     tool_calls,
     tool_choice,
@@ -35,24 +38,11 @@ from sgl_ext.engine.http import (
     pin_placement,
     rendering,
     request_hook,
-    template_facts,
     translation,
-    vendor_values,
 )
-from sgl_ext.engine.middleware.secret import send_secret
-from sgl_ext.engine.scheduler import (
-    abandoned,
-    adapters,
-    admission,
-    first_token,
-    iteration,
-    nodes,
-    preemption,
-    priority,
-    rendezvous,
-    sampling,
-)
-from sgl_ext.engine.tiers import retirement
+from sgl_ext.engine.http.secret import send_secret
+from sgl_ext.engine.scheduler import admission, first_token, iteration, nodes, preemption, priority
+from sgl_ext.engine.tiers import shared_pages
 
 Hook = tuple[str, Callable[..., Any]]
 """How a symbol is changed, as SGLang's `HookType` names it, and the function that changes it."""
@@ -146,7 +136,7 @@ _MAIN_HOOKS: dict[str, Hook] = {
         "BEFORE",
         _each(
             window.check_length,
-            vendor_values.take,
+            field_ranges.take,
             field_ranges.check_prompt,
             held_schemas.check_sent,
         ),
@@ -162,15 +152,15 @@ _MAIN_HOOKS: dict[str, Hook] = {
     ),
     f"{_CHAT}._render_and_encode_chat_template": (
         "AROUND",
-        _nested(rendering.fit_messages, rendering.render_only),
+        _nested(templates.fit_messages, rendering.render_only),
     ),
-    f"{_CHAT}._resolve_inline_system_support": ("AROUND", template_facts.leave_instructions),
-    f"{_CHAT}.supports_native_reasoning_history": ("AROUND", template_facts.takes_thinking),
+    f"{_CHAT}._resolve_inline_system_support": ("AROUND", templates.leave_instructions),
+    f"{_CHAT}.supports_native_reasoning_history": ("AROUND", templates.takes_thinking),
     f"{_CHAT}._encode_messages": ("AROUND", rendering.render_tokens),
     f"{_OPENAI}.encoding_dsv32.encode_messages": ("AROUND", rendering.note_text),
     f"{_CHAT}._process_messages": (
         "AROUND",
-        _nested(tool_choice.hold_choice, rendering.place_instructions),
+        _nested(tool_choice.hold_choice, templates.place_instructions),
     ),
     f"{_PARSER}.get_structure_constraint": ("AROUND", tool_choice.constrain_calls),
     f"{_MESSAGES}._convert_to_chat_completion_request": ("AROUND", translation.convert_messages),
@@ -201,17 +191,17 @@ _MAIN_HOOKS: dict[str, Hook] = {
     f"{_ANTHROPIC}._wrap_sse_event": ("AROUND", anthropic_answers.complete_event),
     f"{_MESSAGES}._convert_response": ("AROUND", anthropic_answers.note_finish_reason),
     f"{_CHAT}._generate_chat_stream": ("AROUND", anthropic_answers.watch_stream),
-    f"{_TOKENIZER}._handle_abort_finish_reason": ("AROUND", faults.note_abort),
+    f"{_TOKENIZER}._handle_abort_finish_reason": ("AROUND", errors.note_abort),
     f"{_RESPONSES}.responses_full_generator": (
         "AROUND",
-        _nested(faults.note_failure, text_logprobs.complete_response),
+        _nested(errors.note_failure, text_logprobs.complete_response),
     ),
     f"{_RESPONSES}.responses_stream_generator_non_harmony": (
         "AROUND",
-        _nested(text_logprobs.stream_response, early_calls.stream_response),
+        _nested(text_logprobs.stream_response, tool_calls.stream_response),
     ),
-    f"{_OPENAI}.serving_chat.{_VERSIONS}": ("AROUND", answer_metadata.text_metadata),
-    f"{_OPENAI}.serving_completions.{_VERSIONS}": ("AROUND", answer_metadata.text_metadata),
+    f"{_OPENAI}.serving_chat.{_VERSIONS}": ("AROUND", openai_answers.text_metadata),
+    f"{_OPENAI}.serving_completions.{_VERSIONS}": ("AROUND", openai_answers.text_metadata),
     f"{_DETECTOR}.parse_streaming_increment": ("AROUND", tool_calls.parse_chunk),
     f"{_PARSER}.parse_stream_chunk": ("AROUND", tool_calls.hold_space),
     f"{_PARSER}.parse_stream_end": ("AROUND", tool_calls.release_space),
@@ -228,7 +218,7 @@ _SCHEDULER_HOOKS: dict[str, Hook] = {
     f"{_SCHEDULER}.get_next_disagg_prefill_batch_to_run": ("AFTER", iteration.note_plan),
     f"{_SCHEDULER}.get_next_disagg_decode_batch_to_run": ("AFTER", iteration.note_plan),
     f"{_SCHEDULER}._poll_timeout_aborts": ("AFTER", iteration.send_orders),
-    f"{_SCHEDULER}.process_pending_chunked_abort": ("BEFORE", abandoned.keep_last_chunk),
+    f"{_SCHEDULER}.process_pending_chunked_abort": ("BEFORE", last_chunk.keep_last_chunk),
     f"{_SCHEDULER}.process_input_requests": ("AROUND", iteration.take_orders),
     f"{_SCHEDULER}.process_batch_result": (
         "AROUND",
@@ -237,13 +227,13 @@ _SCHEDULER_HOOKS: dict[str, Hook] = {
     f"{_SCHEDULER}.publish_load_snapshot": ("AROUND", first_token.publish_load_later),
     f"{_STREAMER}.stream_output": ("AFTER", first_token.after_output),
     f"{_SCHEDULER}._should_defer_prefill": ("AROUND", priority.defer_vain_try),
-    f"{_SAMPLING}._apply_post_grammar_logits_transforms": ("AFTER", sampling.allow_some_token),
+    f"{_SAMPLING}._apply_post_grammar_logits_transforms": ("AFTER", sampler.allow_some_token),
     "sglang.srt.constrained.base_grammar_backend.BaseGrammarBackend.set_cache": (
         "AFTER",
-        sampling.forget_grammars,
+        sampler.forget_grammars,
     ),
-    f"{_SCHEDULER}.can_schedule_lora_req": ("AROUND", adapters.count_admitted),
-    f"{_UPDATER}.flush_cache_after_weight_update": ("BEFORE", retirement.retire),
+    f"{_SCHEDULER}.can_schedule_lora_req": ("AROUND", admission.count_admitted),
+    f"{_UPDATER}.flush_cache_after_weight_update": ("BEFORE", shared_pages.retire),
     f"{_POLICY}.SchedulePolicy.calc_priority": ("AROUND", priority.order_queue),
     f"{_POLICY}.PrefillAdder.preempt_to_schedule": ("AROUND", preemption.preempt_for_slot),
     f"{_POLICY}.PrefillAdder.add_one_req": ("AROUND", admission.add_one),

@@ -9,28 +9,28 @@ from typing import Any
 from starlette.datastructures import Headers
 
 from sgl_ext.compat import errors, window
-from sgl_ext.compat.choices import ChoicesMiddleware
-from sgl_ext.compat.error_shape import EngineError
+from sgl_ext.compat.errors import EngineError
+from sgl_ext.compat.openai_answers import ChoicesMiddleware
+from sgl_ext.compat.templates import log_template, template_route
 from sgl_ext.engine import sglang_api, topology
 from sgl_ext.engine.arguments import caches, in_effect
 from sgl_ext.engine.core.counters import background_failed, counter
 from sgl_ext.engine.core.folder import Outbox
 from sgl_ext.engine.core.request_context import context_in, current_dry_run
+from sgl_ext.engine.http import secret as secret_check
 from sgl_ext.engine.http.event_broadcaster import PATH
-from sgl_ext.engine.http.extension import HttpExtension, install, installed
-from sgl_ext.engine.http.gauges import gauging
-from sgl_ext.engine.http.pin_placement import log_limits
-from sgl_ext.engine.http.template_facts import log_template, template_route
-from sgl_ext.engine.middleware import secret as secret_check
-from sgl_ext.engine.middleware.cache_writes import CacheWritesMiddleware
-from sgl_ext.engine.routes.count_route import count_route
-from sgl_ext.engine.routes.event_routes import event_routes
-from sgl_ext.engine.routes.flush_route import flush_route
-from sgl_ext.engine.routes.model_routes import model_routes
-from sgl_ext.engine.routes.pin_routes import pin_routes
-from sgl_ext.engine.routes.ready_route import ready_route
-from sgl_ext.engine.routes.settings_route import settings_route
-from sgl_ext.engine.routes.work_route import work_route
+from sgl_ext.engine.http.extension import HttpExtension, gauging, install, installed
+from sgl_ext.engine.http.pin_placement import CacheWritesMiddleware, log_limits
+from sgl_ext.engine.http.routes import (
+    count_route,
+    event_routes,
+    flush_route,
+    model_routes,
+    pin_routes,
+    ready_route,
+    settings_route,
+    work_route,
+)
 from sgl_ext.engine.sglang_http_types import TokenizerManager
 from sgl_ext.engine.sglang_types import ResolvedArgs, ServerArgs
 from sgl_ext.protocols.registry import of_path

@@ -35,7 +35,7 @@ def require_active() -> None:
 
 
 def _activate() -> None:
-    from sgl_ext.compat import early_calls, tool_calls
+    from sgl_ext.compat import tool_calls
     from sgl_ext.engine.core.folder import acknowledge, open_folder
     from sgl_ext.engine.hooks import HOOKS, SHARING_HOOKS, Role, apply_hooks, current_role
     from sgl_ext.engine.startup import check_environment
@@ -48,8 +48,8 @@ def _activate() -> None:
     if role is Role.MAIN:
         open_folder()
     if role is Role.SCHEDULER:
+        from sgl_ext.compat.sampler import use_linear_regex
         from sgl_ext.engine.scheduler.radix_cache import make_cache
-        from sgl_ext.engine.scheduler.sampling import use_linear_regex
 
         use_linear_regex(sglang_api.Req, sys.modules[sglang_api.Req.__module__])
         sglang_api.register_radix_cache_backend(CACHE_BACKEND, make_cache)
@@ -58,7 +58,7 @@ def _activate() -> None:
         hooks = hooks | SHARING_HOOKS.get(role, {})
     apply_hooks(role, hooks)
     if role is Role.MAIN:
-        sglang_check.verify(sglang_api.HTTP_PROCESS, [sglang_http_types], early_calls.VARIABLES)
+        sglang_check.verify(sglang_api.HTTP_PROCESS, [sglang_http_types], tool_calls.VARIABLES)
     if role is Role.SCHEDULER:
         sglang_check.verify(sglang_api.SCHEDULER_PROCESS, [sglang_types])
     outlive_output()

@@ -19,7 +19,6 @@ from sgl_ext.engine import topology
 from sgl_ext.engine.arguments import resolved
 from sgl_ext.engine.core.folder import acknowledged
 from sgl_ext.engine.sglang_types import ServerArgs
-from sgl_ext.engine.tiers import host_flags
 from sgl_ext.settings.schema import EngineSettings
 from sgl_ext.settings.secrets import EngineSecret, is_reachable
 
@@ -62,7 +61,7 @@ def check_arguments(server_args: ServerArgs, *_: Any) -> None:
     """After argument parsing: resolves the arguments as SGLang is about to, stops the start if the
     extension does not work with them, and logs once what it serves without."""
     facts = topology.facts_of(server_args)
-    if reasons := [*topology.refused(facts), *host_flags.problems(facts.args)]:
+    if reasons := [*topology.refused(facts), *topology.problems(facts.args)]:
         raise SystemExit("\n".join(f"sgl-ext: {reason}" for reason in reasons))
     for rule in topology.degraded(facts):
         _logger.warning("sgl-ext: %s", rule)

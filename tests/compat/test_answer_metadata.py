@@ -1,6 +1,6 @@
 """What answers of OpenAI's protocols hold."""
 
-from sgl_ext.compat.answer_metadata import text_metadata
+from sgl_ext.compat.openai_answers import text_metadata
 
 
 def test_metadata_holds_texts_only() -> None:

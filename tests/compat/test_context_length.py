@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from sgl_ext.compat.context_length import TooLong, too_long
-from sgl_ext.compat.error_shape import EngineError
+from sgl_ext.compat.errors import EngineError
+from sgl_ext.compat.window import TooLong, too_long
 
 SCHEDULERS = (
     "Input length (700 tokens) exceeds the maximum allowed length (700 tokens). "

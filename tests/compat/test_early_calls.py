@@ -18,7 +18,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sgl_ext.compat import anthropic_answers, early_calls, response_pieces, tool_calls
+from sgl_ext.compat import anthropic_answers, tool_calls
 from sgl_ext.engine.core.request_context import RequestContext, enter
 
 CALLS = [("look", {"path": 'a "b" {\\'}), ("write", {"lines": [1, {"n": 2}]})]
@@ -79,7 +79,7 @@ def sglang() -> Iterator[SimpleNamespace]:
         )
         for module in (found.chat, found.responses):
             patch.setattr(module, "get_serving", lambda: usual)
-        patch.setattr(response_pieces, "in_effect", lambda: usual)
+        patch.setattr(tool_calls, "in_effect", lambda: usual)
         stream_in_order = tool_calls.stream_in_order
         hook(found.chat.OpenAIServingChat, "_process_tool_call_stream", stream_in_order)
         hook(found.chat.OpenAIServingChat, "_generate_chat_stream", anthropic_answers.watch_stream)
@@ -186,7 +186,7 @@ def response(sglang: SimpleNamespace, engine: Any, tools: Any) -> Any:
     metadata = sglang.protocol.RequestResponseMetadata(request_id="r")
     given = (request, {}, engine.generate_request(), "m", None, metadata)
     original = kind.responses_stream_generator_non_harmony
-    return early_calls.stream_response(original, made, *given, require_reasoning=False)
+    return tool_calls.stream_response(original, made, *given, require_reasoning=False)
 
 
 async def heard_response(sglang: SimpleNamespace, engine: Engine, tools: Any) -> Heard:
@@ -286,7 +286,7 @@ async def test_a_custom_tool_of_responses(sglang: SimpleNamespace) -> None:
 def test_an_object_ends_where_its_json_ends(value: Any, cuts: set[int]) -> None:
     text = json.dumps({"input": value})
     places = [0, *sorted(cut for cut in cuts if 0 < cut < len(text)), len(text)]
-    end = early_calls.ObjectEnd()
+    end = tool_calls.ObjectEnd()
     pieces = [text[a:b] for a, b in pairwise(places)]
     assert [end.completed_by(piece) for piece in pieces] == [False] * (len(pieces) - 1) + [True]
     assert not end.completed_by("\n")
@@ -302,4 +302,4 @@ def test_white_space_after_a_call_opens_no_other_call() -> None:
         (1, "look", ""),
     ]
     calls = [SimpleNamespace(tool_index=i, name=n, parameters=p) for i, n, p in parts]
-    assert early_calls.without_tails(parser, calls) == [calls[0], calls[1], calls[4]]
+    assert tool_calls.without_tails(parser, calls) == [calls[0], calls[1], calls[4]]

@@ -17,7 +17,7 @@ from starlette.responses import JSONResponse, StreamingResponse
 from starlette.testclient import TestClient
 
 from sgl_ext.compat import errors
-from sgl_ext.compat.error_shape import (
+from sgl_ext.compat.errors import (
     EngineError,
     error_of_validation,
     failed_event,

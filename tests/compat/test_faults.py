@@ -10,8 +10,8 @@ from fastapi import FastAPI, HTTPException, Request
 from starlette.responses import JSONResponse, StreamingResponse
 from starlette.testclient import TestClient
 
-from sgl_ext.compat import errors, faults
-from sgl_ext.compat.error_shape import EngineError, with_field
+from sgl_ext.compat import errors
+from sgl_ext.compat.errors import EngineError, with_field
 from sgl_ext.engine.core.request_context import RequestContext, enter, put_on
 from sgl_ext.protocols.chat import CHAT
 from sgl_ext.protocols.responses import RESPONSES
@@ -33,7 +33,7 @@ def abort(status: int) -> Any:
         raise HTTPException(reason["status_code"], reason["message"])
 
     reason = {"type": "abort", "status_code": status, "message": "Grammar accept_token failed"}
-    return faults.note_abort(handle, None, {"meta_info": {"finish_reason": reason}})
+    return errors.note_abort(handle, None, {"meta_info": {"finish_reason": reason}})
 
 
 async def raise_of_body() -> None:
@@ -56,7 +56,7 @@ async def fail(make: Any) -> Any:
 CASES: dict[str, tuple[Any, int, str]] = {
     "an abort": (lambda: abort(500), 500, "Internal server error"),
     "a full queue": (lambda: abort(503), 503, "Grammar accept_token failed"),
-    "a bug": (lambda: faults.note_failure(lambda: _raised(AttributeError("x"))), 500, "Internal"),
+    "a bug": (lambda: errors.note_failure(lambda: _raised(AttributeError("x"))), 500, "Internal"),
     "the body": (raise_of_body, 400, "no such role None"),
 }
 
@@ -125,7 +125,7 @@ def test_a_stream_that_is_aborted_before_its_content_has_a_status(client: TestCl
 def test_a_client_s_error_is_logged_in_one_line_and_the_server_s_with_its_trace(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    faults.install()
+    errors.quiet_client_faults()
     logger = logging.getLogger(LOGGER)
     for error in (ValueError("no role"), MemoryError("full")):
         try:

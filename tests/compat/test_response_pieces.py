@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from sgl_ext.compat import response_pieces
+from sgl_ext.compat import tool_calls
 from sgl_ext.engine.core.request_context import RequestContext, enter
 
 BEFORE, CALL, AFTER = "One. ", "<tool_call>\n{}\n</tool_call>", "\nTwo."
@@ -26,7 +26,7 @@ async def test_a_result_has_words_or_calls(
     monkeypatch: pytest.MonkeyPatch, is_incremental: bool, length: int
 ) -> None:
     usual = SimpleNamespace(incremental_streaming_output=is_incremental)
-    monkeypatch.setattr(response_pieces, "in_effect", lambda: usual)
+    monkeypatch.setattr(tool_calls, "in_effect", lambda: usual)
     context = RequestContext("/v1/responses", {})
     enter(context)
     text = BEFORE + CALL + AFTER
@@ -41,7 +41,7 @@ async def test_a_result_has_words_or_calls(
         for end in ends
     ]
     found, read = [], 0
-    async for result in response_pieces.in_order(given(results), "qwen25"):
+    async for result in tool_calls.in_order(given(results), "qwen25"):
         found.append(result["text"] if is_incremental else result["text"][read:])
         read = len(result["text"])
         last = result
@@ -65,7 +65,7 @@ async def test_the_last_words_of_a_cut_response_are_incomplete(kind: str, end: s
         event("output_item.done", item=item),
         event(end, response={"output": [item]}),
     ]
-    found = [each async for each in response_pieces.with_open_end(given(events))]
+    found = [each async for each in tool_calls.with_open_end(given(events))]
     documents = [json.loads(each.partition("data: ")[2]) for each in found]
     is_open = end == "incomplete" and kind != "function_call"
     expected = "incomplete" if is_open else "completed"

@@ -10,7 +10,7 @@ import pytest
 import requests
 from sgl_ext_cpu.nursery import Nursery
 
-from sgl_ext.compat.validation import Wrong, fields_of, of_item, plain
+from sgl_ext.compat.errors import Wrong, fields_of, of_item, plain
 from tests.engine.scheduler.test_event_publisher import Engine, running_engine
 
 GENERIC, USER = "function-after[check(), Generic]", "function-after[check(), User]"

@@ -9,9 +9,9 @@ from typing import Any
 
 from sgl_ext_cpu import front_end
 
+from sgl_ext.compat.templates import fit_messages, leave_instructions, make_plan, takes_thinking
 from sgl_ext.engine.core.request_context import RequestContext, entered
-from sgl_ext.engine.http.rendering import collecting, fit_messages, render_only
-from sgl_ext.engine.http.template_facts import leave_instructions, make_plan, takes_thinking
+from sgl_ext.engine.http.rendering import collecting, render_only
 from sgl_ext.engine.http.translation import convert_messages, model_of
 from sgl_ext.protocols.registry import of_path
 from sgl_ext.reading.rewriting import translate

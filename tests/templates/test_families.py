@@ -14,8 +14,7 @@ from typing import Any, NamedTuple
 import pytest
 import sgl_ext_cpu
 
-from sgl_ext.templates.model import ROLES, Lists, Place, Tools
-from sgl_ext.templates.observation import Render, observe
+from sgl_ext.compat.template_model import ROLES, Lists, Place, Render, Tools, observe
 
 FOLDER = Path(sgl_ext_cpu.__file__).parent / "templates"
 IN_PLACE, LOST, REFUSED, HEAD = Place.IN_PLACE, Place.LOST, Place.REFUSED, Place.HEAD

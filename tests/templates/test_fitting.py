@@ -14,13 +14,12 @@ import sgl_ext_cpu
 
 from sgl_ext.balancer.conversations.context_insertion import insert_context
 from sgl_ext.balancer.conversations.contexts import Block
+from sgl_ext.compat.template_fitting import Places, Plan, fitted, with_sayable_roles
+from sgl_ext.compat.template_model import Place
+from sgl_ext.compat.templates import make_plan
 from sgl_ext.engine.core.request_context import RequestContext, entered
-from sgl_ext.engine.http.template_facts import make_plan
 from sgl_ext.protocols.registry import of_path
 from sgl_ext.reading.places import locate
-from sgl_ext.templates.fitting import Plan, fitted
-from sgl_ext.templates.instructions import Places, with_sayable_roles
-from sgl_ext.templates.model import Place
 from tests.templates.conversations import Writer
 from tests.templates.front_end import CHAT, MESSAGES, RESPONSES, FrontEnd
 

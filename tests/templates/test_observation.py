@@ -8,8 +8,7 @@ from typing import Any
 import jinja2
 import pytest
 
-from sgl_ext.templates.model import Lists, Opening, Place, Tools
-from sgl_ext.templates.observation import Render, observe
+from sgl_ext.compat.template_model import Lists, Opening, Place, Render, Tools, observe
 
 _TOOLS = "{% for t in tools %}({{ t.function.name }}){% endfor %}"
 _CALLS = "{% for c in m.tool_calls %}<{{ c.function.name }}{{ c.function.arguments }}>{% endfor %}"

@@ -23,9 +23,9 @@ OUR_SYMBOLS = (
     | OURS
     | {
         "radix.residency.residency:Residency.add": "scheduler residency",
-        "sgl_ext.engine.scheduler.pin_keeper:PinKeeper.prompt_stored": "scheduler pins",
+        "sgl_ext.engine.scheduler.pins:PinKeeper.prompt_stored": "scheduler pins",
         "sgl_ext.engine.scheduler.event_publisher:EventPublisher.publish": "scheduler events",
-        "sgl_ext.engine.scheduler.single_flight:must_wait": "scheduler single flight",
+        "sgl_ext.engine.scheduler.admission:must_wait": "scheduler single flight",
         "sgl_ext.engine.host_cache.message_cache:MessageCache.recall": "engine message cache",
         "sgl_ext.engine.host_cache.message_cache:MessageCache.convert": "engine message cache",
         f"{_HTTP}.event_broadcaster:EventBroadcaster.apply": "engine events",

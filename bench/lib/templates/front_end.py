@@ -105,7 +105,7 @@ class FrontEnd:
         state.openai_serving_chat, state.anthropic_serving = made.chat, made.messages
         state.openai_serving_responses = made.responses
         self.has_responses = made.responses is not None
-        import_module("sgl_ext.engine.http.template_facts").log_template(self.app)
+        import_module("sgl_ext.compat.templates").log_template(self.app)
 
     def ask(
         self,

@@ -18,7 +18,7 @@ from sgl_ext_cpu import front_end
 
 from bench.lib.spread import spread
 from sgl_ext.engine.core.request_context import RequestContext, entered
-from sgl_ext.engine.host_cache.shortcuts import Message, SharedMessage
+from sgl_ext.engine.host_cache.message_cache import Message, SharedMessage
 from sgl_ext.engine.http.cache_hooks import count_calls, find_tools
 from sgl_ext.engine.sglang_types import Original
 

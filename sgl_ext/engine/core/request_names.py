@@ -1,4 +1,29 @@
-"""In the HTTP process: the id of each HTTP request, and the names of what runs for it.
+"""In the HTTP process: cache groups, as SGLang's own name spaces of the radix cache.
+
+With tenant isolation, the balancer names each request's cache group. SGLang separates prefixes
+by `extra_key` (to which it adds the adapter) and by `cache_salt`. The group goes into the salt:
+its length, its name, and then what the client sent.
+
+    group "team", no salt        4:team
+    group "team", salt "x"       4:teamx
+    group "te", salt "amx"       2:teamx
+
+So no two groups share a name space, whatever a client puts into any field. SGLang makes some
+requests out of earlier ones, so a salt that already begins with the group stays as it is.
+
+In the HTTP process: the names that a tenant's requests may use in an engine that others share.
+
+SGLang has one name space of requests. It rejects a name that is in use, and aborts every request
+whose name begins with that of a request whose client left. So the names that a tenant chooses get
+the tenant in front:
+
+    tenant "team", rid "1"     ~4:team:1
+    tenant "te", rid "am:1"    ~2:te:am:1
+
+No such name begins with one of another tenant or with one that SGLang made, nor the other way
+round. A client without a tenant cannot choose a name that begins with the mark.
+
+In the HTTP process: the id of each HTTP request, and the names of what runs for it.
 
 SGLang's log lines show the name (`rid`), so it begins with the id by which the client and the
 balancer know the request:
@@ -16,10 +41,92 @@ a number and ":", which no id contains.
 import re
 from typing import Any
 
+from sgl_ext.engine.arguments import in_effect
 from sgl_ext.engine.core.request_context import RequestContext
-from sgl_ext.engine.core.tenancy import MARK, is_named_by_client
 from sgl_ext.protocols.request_ids import HEADER, is_valid_id, new_request_id, unique_digits
-from sgl_ext.reading.client import PURPOSE_HEADER
+from sgl_ext.reading.client import GROUP_HEADER, PURPOSE_HEADER
+from sgl_ext.settings.schema import ANY_ADAPTER, Tenant
+
+
+def group_of(context: RequestContext | None, raw_request: Any) -> str | None:
+    """The cache group of a request, by its context, or else by its headers; None: no group."""
+    if context is not None:
+        return context.group
+    return None if raw_request is None else raw_request.headers.get(GROUP_HEADER)
+
+
+def isolate(request: Any, group: str | None) -> None:
+    """Puts a request of SGLang's into the name space of its group.
+
+    Raises ValueError, which is answered 400, if that is impossible.
+    """
+    if group is None:
+        return
+    if hasattr(request, "cache_salt"):
+        request.cache_salt = salted(group, request.cache_salt)
+    elif not in_effect().disable_radix_cache:
+        raise ValueError(
+            "This engine's cache cannot keep embeddings of tenants apart. Start it with "
+            "--disable-radix-cache."
+        )
+
+
+def salted(group: str, salt: Any) -> Any:
+    """The salt of a group with a client's own in it: one, or one for each prompt of a batch."""
+    if isinstance(salt, list):
+        return [salted(group, one) for one in salt]
+    if salt is not None and not isinstance(salt, str):
+        raise ValueError("cache_salt should be a list or a string.")
+    front = f"{len(group)}:{group}"
+    return salt if salt is not None and salt.startswith(front) else front + (salt or "")
+
+
+def is_whole_group(salt: str) -> bool:
+    """Whether a salt is that of a group, without a client's own."""
+    length, colon, group = salt.partition(":")
+    return colon == ":" and length == str(len(group))
+
+
+MARK = "~"
+_NAMES = ("rid", "request_id")
+
+
+def name_request(request: Any, context: RequestContext) -> None:
+    """Puts the tenant in front of the names that a client chose. Raises ValueError, which is
+    answered 400, for a name that no client may choose."""
+    if is_named_by_client(context):
+        request.rid = _named(request.rid, context.owner)
+
+
+def is_named_by_client(context: RequestContext) -> bool:
+    """Whether the client chose the name of its request."""
+    body = context.body
+    return isinstance(body, dict) and any(body.get(name) is not None for name in _NAMES)
+
+
+def check_adapters(request: Any, tenant: Tenant) -> None:
+    """Raises ValueError, which is answered 400, for an adapter that the tenant may not use."""
+    named = getattr(request, "lora_path", None)
+    if not named or tenant.adapters == ANY_ADAPTER:
+        return
+    allowed = tenant.adapters.split()
+    for adapter in [named] if isinstance(named, str) else named:
+        if adapter is not None and adapter not in allowed:
+            raise ValueError(f"model: this tenant may not use the adapter {adapter!r}")
+
+
+def _named(name: Any, owner: str) -> Any:
+    if isinstance(name, list):
+        return [_named(one, owner) for one in name]
+    if not isinstance(name, str):  # SGLang rejects it, or makes one
+        return name
+    if owner:
+        front = f"{MARK}{len(owner)}:{owner}:"
+        return name if name.startswith(front) else front + name
+    if name.startswith(MARK):
+        raise ValueError(f"rid: must not begin with {MARK!r}")
+    return name
+
 
 _HEADER = HEADER.encode()
 _ON_SCOPE = "sgl_ext_request_id"

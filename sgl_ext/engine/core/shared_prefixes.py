@@ -1,9 +1,8 @@
 """Prefixes that all cache groups share, in a tree where each group has a name space of its own.
 
-A group's requests have their own name space in SGLang's tree, by their salt
-(`sgl_ext.engine.core.isolation`). A request that begins like a prompt that the operator listed goes
-into the common name space instead. There, the first token after the listed prefix is replaced by
-one that belongs to the group:
+A group's requests have their own name space in SGLang's tree, by their salt (`request_names.py`). A
+request that begins like a prompt that the operator listed goes into the common name space instead.
+There, the first token after the listed prefix is replaced by one that belongs to the group:
 
     listed          t0 t1 t2 t3
     group "a"       t0 t1 t2 | t4' t5 t6        t4' encodes t4 and "a"
@@ -32,8 +31,8 @@ from numpy.typing import NDArray
 
 from sgl_ext.engine.core.counters import counter
 from sgl_ext.engine.core.folder import secret
-from sgl_ext.engine.core.isolation import is_whole_group
-from sgl_ext.engine.core.slices import is_slice
+from sgl_ext.engine.core.hints import is_slice
+from sgl_ext.engine.core.request_names import is_whole_group
 
 ALL = sys.maxsize
 """In place of a number of tokens: all of them."""

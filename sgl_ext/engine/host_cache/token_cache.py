@@ -1,27 +1,246 @@
-"""In the HTTP process: the tokens of earlier prompts, so that a prompt needs only its new ones.
+"""Token ids as one array from the token cache to the scheduler, instead of a list.
 
-`sgl_ext.engine.host_cache.piece_tokenizer` computes them. It is proven on the loaded tokenizer
+SGLang expects a prompt's token ids as a list and converts it into an array to send it to the
+scheduler. For a request of one text prompt it only counts the ids, looks at the first and cuts
+off the end, and all of this works on an array, which has no Python object for each id. Requests
+for which SGLang may do more (several answers, media, an answer to continue, dumps and logs of
+requests) get a list.
+
+Tokenizes a prompt by computing the tokens of new pieces only.
+
+A tokenizer first finds its added tokens (`<|im_start|>` and the like) in the text, and then works
+on each piece between two of them by itself. So a piece has the same tokens wherever the same added
+token stands before it, and prompts, which grow at their end, consist of the same pieces over and
+over. An added token may change its neighbours (by stripping blanks, for example), so a piece is
+tokenized together with the added token before it.
+
+Tokenizers of the `tokenizers` library work like that, and some options break it. So `proven`
+compares both ways on texts made to tell them apart, on the tokenizer that is loaded, and `differs`
+compares them on a prompt that was really sent.
+
+In the HTTP process: the tokens of earlier prompts, so that a prompt needs only its new ones.
+
+`sgl_ext.engine.host_cache.token_cache` computes them. It is proven on the loaded tokenizer
 before the server takes requests, and checked on a prompt now and then while it serves. Where its
 tokens are not SGLang's, the cache turns itself off: SGLang tokenizes, and a log line and a counter
 say why.
+
+The encoder of DeepSeek V4's prompts, which are a text in which some places are special tokens.
+
+The encoder takes the rest as plain text: where it spells a special token, it gets other tokens than
+the text as a whole would. Such a prompt is left to the encoder, and any other one is tokenized by
+the token cache.
 """
 
 from __future__ import annotations
 
+import itertools
 import logging
+import re
 import threading
 import time
 from array import array
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from inspect import unwrap
 from typing import Any, NamedTuple
 
 import numpy as np
 
+from radix.prompt_history import Cut, PromptHistory
+from radix.token_pieces import TokenPieces
 from sgl_ext.engine import sglang_api
 from sgl_ext.engine.core.counters import counter
-from sgl_ext.engine.host_cache.piece_tokenizer import Inexact, PieceTokenizer
+from sgl_ext.engine.core.request_context import current
 from sgl_ext.engine.host_cache.worth import Worth, turned_off
+from sgl_ext.engine.sglang_http_types import GenerateReqInput, ServingChat, TokenizerManager
+
+
+def is_array_allowed(chat: ServingChat, request: Any) -> bool:
+    """Whether the ids may be an array while SGLang converts a request: it is one text prompt."""
+    manager, calls = chat.tokenizer_manager, chat.tool_call_parser
+    call_parser = sglang_api.FunctionCallParser.ToolCallParserEnum.get(calls)
+    return not (
+        manager.model_config.is_multimodal
+        or manager.mm_processor is not None
+        # SGLang adds the answer's beginning to the list.
+        or getattr(request, "continue_final_message", False)
+        # These parsers decode the prompt's ids.
+        or isinstance(chat._reasoning_detector, sglang_api.ResponseTemplateReasoningDetector)
+        or issubclass(call_parser or object, sglang_api.ResponseTemplateToolDetector)
+    )
+
+
+def restore_list(chat: ServingChat, converted: GenerateReqInput) -> None:
+    """Makes the converted request's ids a list if SGLang does more with them than send them."""
+    sampling = converted.sampling_params
+    is_one = (
+        isinstance(sampling, dict)
+        and sampling.get("n", 1) == 1
+        and (sampling.get("beam_width") or 1) == 1
+    )
+    if type(converted.input_ids) is array and not (is_one and is_only_sent(chat.tokenizer_manager)):
+        converted.input_ids = converted.input_ids.tolist()
+
+
+def is_only_sent(manager: TokenizerManager) -> bool:
+    """Whether SGLang only sends the ids of a request to the scheduler, and logs or dumps none."""
+    return not (
+        manager.request_logger.log_requests
+        or manager.dump_requests_folder
+        or manager.crash_dump_folder
+        or manager.request_metrics_exporter_manager.exporter_enabled()
+    )
+
+
+Encode = Callable[[str], list[int]]
+EncodeMany = Callable[[Sequence[str]], list[list[int]]]
+
+# What may tokenize differently at the edge of a piece: blanks of all kinds, a letter that composes
+# with the one before, a joiner, half a word or number, bytes that are no letter, what normalizers
+# rewrite.
+# fmt: off
+_EDGES = (
+    "", " ", "  ", "\n", " \n\n\t ", "a", " a", "a ", "'s", "12", "3456", "\u0301e", "e\u0301",
+    "\u200d\U0001f469", "\ufb01", "\u00a0x", "\u3000", "\u2581", "\u2581a", "<", "<|", "|>",
+    "\x00", "\ufffd", "Z\u0327",
+)
+# fmt: on
+_MOST_SAMPLED = 256
+# Of a shorter prompt, looking up its pieces is as quick.
+_LONG_TOKENS = 1_000
+_CUTS = 6
+_BODIES = ("word", "Hello, world", 'def f(x):\n    return {"a": [1, 2.5e3]}\n', "\u4f60\u597d", "")
+
+
+class Inexact(Exception):
+    """A piece does not begin with the added token before it: this tokenizer has no pieces."""
+
+
+class _New(NamedTuple):
+    """A piece that is not cached, the added token before it or "", and where its tokens go."""
+
+    before: str
+    piece: str
+    place: array[int]
+
+
+class PieceTokenizer:
+    """Encodes as `encode` does, piece by piece. It is thread-safe.
+
+    added: the tokenizer's added tokens, at which texts are cut, each with its number.
+    encode_many: several texts at once, each as `encode` would.
+    long_tokens: prompts of at least this length are also cached as a whole.
+    new_tokens, new_chars, new_s: the tokens and characters of new pieces, and their tokenization.
+    """
+
+    def __init__(
+        self,
+        added: Mapping[str, int],
+        encode: Encode,
+        encode_many: EncodeMany,
+        limit_bytes: int,
+        long_tokens: int = _LONG_TOKENS,
+    ) -> None:
+        self._added = {name: array("q", (number,)) for name, number in added.items()}
+        self._encode = encode
+        self._encode_many = encode_many
+        self._long_tokens = long_tokens
+        # Of several that match, the tokenizer takes the longest.
+        longest_first = sorted(self._added, key=len, reverse=True)
+        self._cut = re.compile("|".join(map(re.escape, longest_first)))
+        self.pieces = TokenPieces(limit_bytes - limit_bytes // 2)
+        ahead = len(longest_first[0]) if longest_first else 0
+        self.prompts = PromptHistory(limit_bytes // 2, ahead)
+        self.new_tokens = self.new_chars = 0
+        self.new_s = 0.0
+
+    def encode(self, text: str, space: str = "") -> array[int]:
+        """The text's tokens, 8 bytes each, as a new array. Spaces do not find each other's pieces.
+
+        Raises Inexact.
+        """
+        known = self.prompts.known_prefix(space, text)
+        if known is None:
+            tokens, before, at = array("q"), "", 0
+        else:
+            tokens, before, at = known.ids, known.cut.before, known.cut.chars
+        found: list[array[int]] = []
+        ends: dict[int, tuple[int, str]] = {}  # by how much is found, each cut and its added token
+        missing: dict[bytes, _New] = {}
+        for match in itertools.chain(self._cut.finditer(text, at), [None]):
+            end = len(text) if match is None else match.start()
+            if end > at:
+                name = self.pieces.key(space, before, text[at:end])
+                cached = self.pieces.get(name)
+                if cached is None:
+                    new = _New(before, text[at:end], array("q"))
+                    cached = missing.setdefault(name, new).place
+                found.append(cached)
+            if match is not None:
+                before, at = match.group(), match.end()
+                found.append(self._added[before])
+                ends[len(found)] = at, before
+        if missing:
+            self._fill(missing)
+        cuts: list[Cut] = []
+        for count, part in enumerate(found, start=1):
+            tokens.extend(part)
+            if count in ends:
+                chars, before = ends[count]
+                cuts.append(Cut(chars, len(tokens), before))
+        if len(tokens) >= self._long_tokens:
+            self.prompts.add(space, text, tokens, cuts[-_CUTS:], known)
+        return tokens
+
+    def clear(self) -> None:
+        """Removes everything from the cache."""
+        self.pieces.clear()
+        self.prompts.clear()
+
+    def proven(self) -> bool:
+        """Whether both ways agree on texts made to tell them apart. Clears the cache."""
+        try:
+            # Twice: with new pieces, and with cached ones.
+            agree = not any(self.differs(text) for _ in range(2) for text in self._samples())
+        except Inexact:
+            agree = False
+        self.clear()
+        self.new_tokens = 0
+        return agree
+
+    def differs(self, text: str) -> bool:
+        """Whether the tokenizer makes other tokens of a text. Raises Inexact."""
+        return self._encode(text) != self.encode(text).tolist()
+
+    def _fill(self, missing: Mapping[bytes, _New]) -> None:
+        """Tokenizes new pieces, into the arrays that were reserved for them."""
+        texts = [new.before + new.piece for new in missing.values()]
+        begun_s = time.perf_counter()
+        many = self._encode_many(texts)
+        self.new_s += time.perf_counter() - begun_s
+        self.new_chars += sum(map(len, texts))
+        for (name, new), tokens in zip(missing.items(), many, strict=True):
+            if new.before:
+                if tokens[:1] != self._added[new.before].tolist():
+                    raise Inexact(new.before)
+                tokens = tokens[1:]
+            new.place.fromlist(tokens)
+            self.pieces.add_ids(name, tokens)
+            self.new_tokens += len(tokens)
+
+    def _samples(self) -> Iterable[str]:
+        names = list(self._added)[:_MOST_SAMPLED]
+        few = names[:3] + names[-3:]
+        for edge, token in itertools.product(_EDGES, few):
+            for body in _BODIES:
+                yield f"{body}{edge}{token}{edge}{body}"
+        for one, other in itertools.product(few, few):
+            yield f"{one}{other}"
+            yield f"{one} {other}x{one}\n{other} "
+        for token in names:
+            yield f"a {token} b\n{token}\nc"
+            yield f"{token[:-1]}{token[1:]} {token}"
+
 
 CHECK_EVERY_S = 60.0
 # A check tokenizes a whole prompt, which takes seconds for a million tokens.
@@ -231,3 +450,48 @@ def make_token_cache(tokenizer: Any, limit_bytes: int) -> TokenCache | None:
     cache = TokenCache(tokenizer, unwrap(sglang_api.parallel_prompt_encode), limit_bytes)
     cache.prove()
     return cache
+
+
+class RecipeEncoding:
+    """Stands in for `encoding`, which deepseek-recipe made for `tokenizer`.
+
+    The first prompt is encoded in both ways. If they differ, the cache turns itself off.
+    """
+
+    def __init__(
+        self, encoding: Any, tokenizer: Any, token_cache: Callable[[], TokenCache | None]
+    ) -> None:
+        self._encoding = encoding
+        self._tokenizer = tokenizer
+        self._token_cache = token_cache
+        self._is_proven = False
+
+    def render_conversation(self, conversation: Any) -> Any:
+        """The prompt as text, with the ranges of its special tokens."""
+        return self._encoding.render_conversation(conversation)
+
+    def encode(self, conversation: Any) -> list[int]:
+        """The tokens of a conversation's prompt."""
+        cache = self._token_cache()
+        if cache is not None and cache.serves_backend(self._tokenizer):
+            tokens = self._cached(cache, conversation)
+            if tokens is not None:
+                return tokens
+        return self._whole(conversation)
+
+    def _cached(self, cache: TokenCache, conversation: Any) -> list[int] | None:
+        rendered = self._encoding.render_conversation(conversation)
+        text, context = rendered.prompt, current()
+        special = [text[start:end] for start, end in rendered.special_ranges]
+        group = None if context is None else context.group
+        tokens = cache.encode_with(special, text, group, lambda: self._whole(conversation))
+        if tokens is None:
+            return None
+        found = tokens.tolist()
+        if not self._is_proven:
+            cache.check(self._whole(conversation), found)
+            self._is_proven = not cache.is_off
+        return None if cache.is_off else found
+
+    def _whole(self, conversation: Any) -> list[int]:
+        return list(self._encoding.encode(conversation))

@@ -6,8 +6,8 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from sgl_ext.engine.core.request_context import current
-from sgl_ext.engine.host_cache.recipe_encoding import RecipeEncoding
-from sgl_ext.engine.host_cache.shortcuts import Message
+from sgl_ext.engine.host_cache.message_cache import Message
+from sgl_ext.engine.host_cache.token_cache import RecipeEncoding
 from sgl_ext.engine.http.extension import installed
 from sgl_ext.engine.sglang_http_types import ServingChat
 from sgl_ext.engine.sglang_types import Original

@@ -1,4 +1,6 @@
-"""`GET /sgl_ext/events`: what the engine's cache holds, and then each change, as lines of JSON.
+"""Announces what the tier that engines share holds, once for all engines of the machine.
+
+`GET /sgl_ext/events`: what the engine's cache holds, and then each change, as lines of JSON.
 
 The HTTP process mirrors the scheduler's cache from its events, so it serves a new subscriber a
 snapshot without the scheduler. Lines are numbered for each connection. With data parallelism each
@@ -21,12 +23,49 @@ import zmq.asyncio
 from starlette.types import Receive, Scope, Send
 
 from radix.index import PrefixIndex
+from radix.residency.shared_segments import SharedSegments
 from sgl_ext.engine.core.counters import background_failed, counter
 from sgl_ext.engine.core.event_lines import stored_lines
 from sgl_ext.engine.core.folder import address
-from sgl_ext.engine.http.shared_announcer import SharedAnnouncer
+from sgl_ext.engine.tiers.segment_notes import MOST_NOTES, NoteReader
 from sgl_ext.pin_mirror import PinMirror
 from sgl_ext.supervision import Guard, supervise
+
+
+class SharedAnnouncer:
+    """One engine's part in it. pages: where the tier has the pages of this engine's model."""
+
+    limit_segments = MOST_NOTES
+
+    def __init__(self, pages: Path) -> None:
+        self._notes = NoteReader(pages)
+        self._announces = False
+        self._segments = SharedSegments()
+
+    def __len__(self) -> int:
+        return len(self._segments)
+
+    def step(self) -> list[dict[str, Any]]:
+        """The lines that announce what changed since the last call; none while another engine
+        announces. This reads files for a while: call it in a thread."""
+        if not self._announces:
+            if not self._notes.may_publish():
+                return []
+            self._announces = True
+            # What another engine announced before it ended may be gone.
+            return [{"shared_cleared": True}, *self._changes()]
+        return list(self._changes())
+
+    def _changes(self) -> Iterator[dict[str, Any]]:
+        removed, stored = self._segments.update(self._notes.segments())
+        if removed:
+            yield {"shared_removed": [f"{segment:032x}" for segment in removed]}
+        yield from stored_lines(stored, "shared")
+
+    def close(self) -> None:
+        """Lets another engine announce."""
+        self._notes.close()
+
 
 PATH = "/sgl_ext/events"
 SUBSCRIBERS_PATH = "/sgl_ext/events/subscribers"

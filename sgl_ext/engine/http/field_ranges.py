@@ -7,6 +7,10 @@
 
 The decisions are in `sgl_ext.engine.fields`. SGLang answers 400 to the ValueError that the hooks
 raise. The error middleware adds the field, which the context notes.
+
+Gives SGLang the vendors' values in its own words, before their ranges are checked.
+
+TokenizerManager._validate_one_request    `take`
 """
 
 import re
@@ -19,9 +23,9 @@ import numpy
 from sgl_ext.engine import sglang_api
 from sgl_ext.engine.core.request_context import current
 from sgl_ext.engine.fields import names, ranges
-from sgl_ext.engine.fields.checks import Model
+from sgl_ext.engine.fields.names import in_sglangs_words, is_native
 from sgl_ext.engine.fields.patterns import MAX_MATCH_TOKENS
-from sgl_ext.engine.fields.ranges import EMBEDDING, GENERATION, WrongField
+from sgl_ext.engine.fields.ranges import EMBEDDING, GENERATION, Model, WrongField
 from sgl_ext.engine.sglang_http_types import TokenizerManager
 from sgl_ext.engine.sglang_types import Original
 
@@ -167,3 +171,11 @@ def _error(found: WrongField, *, of_sampling: bool = False) -> ValueError:
     name = names.name_of(found.field, context.path, body, of_sampling=of_sampling)
     context.wrong_field = name
     return ValueError(f"{name}: {found.message}")
+
+
+def take(_: Any, request: Any, __: Any) -> None:
+    """Before SGLang validates one tokenized prompt: replaces values that the vendors' ranges have
+    and SGLang's have not."""
+    context, params = current(), request.sampling_params
+    if context is not None and not is_native(context.path) and isinstance(params, dict):
+        params.update(in_sglangs_words(params, context.body))

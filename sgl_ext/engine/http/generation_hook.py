@@ -4,11 +4,15 @@ from typing import Any
 
 from sgl_ext.engine.core import hints
 from sgl_ext.engine.core.counters import counter
-from sgl_ext.engine.core.isolation import group_of, isolate
+from sgl_ext.engine.core.hints import is_slice
 from sgl_ext.engine.core.request_context import current
-from sgl_ext.engine.core.request_names import name_after_id
-from sgl_ext.engine.core.slices import is_slice
-from sgl_ext.engine.core.tenancy import check_adapters, name_request
+from sgl_ext.engine.core.request_names import (
+    check_adapters,
+    group_of,
+    isolate,
+    name_after_id,
+    name_request,
+)
 from sgl_ext.engine.http.extension import installed
 from sgl_ext.engine.sglang_http_types import TokenizerManager
 

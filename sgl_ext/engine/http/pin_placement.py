@@ -4,40 +4,56 @@ SGLang itself makes the prompt, with its conversion and template. So a copy of t
 in it takes the same way, up to where the template is rendered (`sgl_ext.reading.places` puts
 the markers in); the tokens are counted in the real prompt's ids. That happens only for blocks that
 are new in their place: an agent's next turn finds its earlier ones known.
+
+Completes the usage of OpenAI's answers with what a request's marks wrote to the cache.
+
+    "prompt_tokens_details": {"cached_tokens": 3900}
+    "prompt_tokens_details": {"cached_tokens": 3900, "cache_write_tokens": 1310}
+
+`granted_ttl_s` follows if the request states a longer TTL than the server grants. The answers of
+requests without marks pass unchanged, as do errors. Generated text cannot be mistaken for usage,
+because JSON escapes the quotation marks inside it.
 """
 
 import logging
+import re
 from array import array
 from collections.abc import Coroutine
 from functools import partial
+from http import HTTPStatus
 from typing import Any
 
 import orjson
 import xxhash
+from starlette.datastructures import Headers, MutableHeaders
 
+from sgl_ext.compat.templates import drops_thinking
 from sgl_ext.engine import sglang_api
 from sgl_ext.engine.core.counters import counter
-from sgl_ext.engine.core.isolation import group_of
 from sgl_ext.engine.core.request_context import (
     RequestContext,
+    context_in,
     context_of,
     current,
     entered,
 )
-from sgl_ext.engine.host_cache.token_array import is_array_allowed, is_only_sent, restore_list
+from sgl_ext.engine.core.request_names import group_of
+from sgl_ext.engine.host_cache.token_cache import is_array_allowed, is_only_sent, restore_list
+from sgl_ext.engine.host_cache.token_offsets import TokenOffsets
 from sgl_ext.engine.host_cache.worth import turned_off
 from sgl_ext.engine.http.extension import installed
 from sgl_ext.engine.http.rendering import collecting
-from sgl_ext.engine.http.template_facts import drops_thinking
-from sgl_ext.engine.http.token_offsets import TokenOffsets
 from sgl_ext.engine.http.translation import model_of
 from sgl_ext.engine.sglang_http_types import ServingChat
 from sgl_ext.engine.sglang_types import Original
 from sgl_ext.protocols.anthropic import ANTHROPIC
+from sgl_ext.protocols.chat import CHAT
+from sgl_ext.protocols.responses import RESPONSES
 from sgl_ext.reading.places import TURNS, Render, last_text, locate, path_of, value_at
 from sgl_ext.reading.protocol import Place, Protocol
 from sgl_ext.reading.rewriting import translate
 from sgl_ext.reading.segments import MARKS
+from sgl_ext.reading.usage import written_tokens
 
 _PROBE = [{"role": "user", "content": "Begin with a look at main.py, please."}]
 _logger = logging.getLogger(__name__)
@@ -221,3 +237,70 @@ def _render(chat: ServingChat, protocol: Protocol, body: Any) -> str | None:
     with collecting() as rendered:
         chat._process_messages(chat_request, chat.tokenizer_manager.model_config.is_multimodal)
     return rendered[-1] if rendered else None
+
+
+_PATHS = frozenset((*CHAT.paths, *RESPONSES.paths))
+_DETAILS = re.compile(
+    rb'("(?:prompt|input)_tokens":\s*(\d+).{0,200}?'
+    rb'"(?:prompt|input)_tokens_details":\s*\{"cached_tokens":\s*(\d+))'
+    rb'(?:,\s*"cache_write_tokens":\s*\d+)?'
+)
+
+
+class CacheWritesMiddleware:
+    """An ASGI application around another."""
+
+    def __init__(self, app: Any) -> None:
+        self.app = app
+
+    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+        if scope["type"] != "http" or scope["path"] not in _PATHS:
+            await self.app(scope, receive, send)
+            return
+        scope.setdefault("state", {})
+        start: Any = None  # the head of a whole answer, whose length changes
+        parts: list[bytes] = []
+        context: RequestContext | None = None
+
+        async def complete(message: Any) -> None:
+            nonlocal start, context
+            if message["type"] == "http.response.start" and message["status"] == HTTPStatus.OK:
+                found = context_in(scope)
+                if found is not None and (found.pins or found.marks.clamped_s):
+                    context = found
+                    kind = Headers(raw=message["headers"]).get("content-type", "")
+                    if "event-stream" not in kind:
+                        start = message
+                        return
+            elif context is not None and message["type"] == "http.response.body":
+                data = message.get("body", b"")
+                if start is None:
+                    message = {**message, "body": completed(data, context)}
+                else:
+                    parts.append(data)
+                    if message.get("more_body", False):
+                        return
+                    body = completed(b"".join(parts), context)
+                    headers = MutableHeaders(raw=list(start["headers"]))
+                    headers["content-length"] = str(len(body))
+                    await send({**start, "headers": headers.raw})
+                    message = {**message, "body": body}
+            await send(message)
+
+        await self.app(scope, receive, complete)
+
+
+def completed(data: bytes, context: RequestContext) -> bytes:
+    """An answer, or an event of one, with what was written in its usage, if it has any."""
+    if b'_tokens_details":' not in data:
+        return data
+
+    def add(usage: re.Match[bytes]) -> bytes:
+        prompt, cached = int(usage[2]), int(usage[3])
+        pins = [prompt if tokens < 0 else tokens for tokens, _ in context.pins]
+        added = b'%b,"cache_write_tokens":%d' % (usage[1], written_tokens(pins, prompt, cached))
+        if granted_s := context.marks.clamped_s:
+            added += b',"granted_ttl_s":%g' % granted_s
+        return added
+
+    return _DETAILS.sub(add, data)

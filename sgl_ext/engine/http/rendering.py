@@ -3,20 +3,14 @@ fits messages to the chat template, and renders without tokenizing copies of a r
 made-up chats.
 """
 
-from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from sgl_ext.engine import sglang_api
-from sgl_ext.engine.core.counters import counter
 from sgl_ext.engine.core.request_context import RequestContext, current
-from sgl_ext.engine.http.extension import installed
 from sgl_ext.engine.sglang_http_types import ServingChat
 from sgl_ext.engine.sglang_types import Original
 from sgl_ext.reading.segments import tools_at_head
-from sgl_ext.templates.fitting import fitted
-from sgl_ext.templates.instructions import with_sayable_roles
 
 
 def leave_deferred_out(
@@ -71,46 +65,6 @@ def render_only(original: Original, chat: ServingChat, messages: Any, **options:
         )
     )
     return [], None
-
-
-def fit_messages(original: Original, chat: ServingChat, messages: Any, **options: Any) -> Any:
-    """Around `OpenAIServingChat._render_and_encode_chat_template`: gives the template messages of
-    which it loses nothing."""
-    plan = installed().plans.get(chat)
-    if plan is not None:
-        counts: Counter[str] = Counter()
-        messages = fitted(messages, plan, counts)
-        _count(counts)
-    return original(chat, messages, **options)
-
-
-def place_instructions(
-    original: Original, chat: ServingChat, request: Any, *args: Any, **kw: Any
-) -> Any:
-    """Around `OpenAIServingChat._process_messages`: the same for instructions, where no template
-    writes the prompts."""
-    places = installed().places.get(chat)
-    if places is not None and not places.have([message.role for message in request.messages]):
-        counts: Counter[str] = Counter()
-        given = [message.model_dump() for message in request.messages]
-        known = dict(zip(map(id, given), request.messages, strict=True))
-        request.messages = [
-            known.get(id(message)) or _parsed(message)
-            for message in with_sayable_roles(given, places, counts)
-        ]
-        _count(counts)
-    return original(chat, request, *args, **kw)
-
-
-def _parsed(message: dict[str, Any]) -> Any:
-    return sglang_api.ChatCompletionRequest(model="", messages=[message]).messages[0]
-
-
-def _count(counts: Counter[str]) -> None:
-    context = current()
-    if context is not None and context.renderings is None:
-        for what, times in (+counts).items():  # without zeros
-            counter("translated_parts").labels(context.path, what).inc(times)
 
 
 def render_tokens(original: Original, chat: ServingChat, *args: Any, **kw: Any) -> Any:

@@ -32,12 +32,10 @@ from starlette.routing import Route
 
 from sgl_ext.engine.arguments import caches, in_effect
 from sgl_ext.engine.core.counters import background_failed, counter
-from sgl_ext.engine.core.dry_run import Headers, convert
-from sgl_ext.engine.core.request_context import conversation_name
+from sgl_ext.engine.core.request_context import Headers, conversation_name, convert
 from sgl_ext.engine.core.shared_prefixes import prefixes
-from sgl_ext.engine.prefill_ahead.next_turns import NextTurns, certain_ids
+from sgl_ext.engine.prefill_ahead.next_turns import NextTurns, SessionReturns, certain_ids
 from sgl_ext.engine.prefill_ahead.prefiller import DEADLINE_S, Job, Prefiller
-from sgl_ext.engine.prefill_ahead.returns import SessionReturns
 from sgl_ext.engine.sglang_http_types import TokenizerManager
 from sgl_ext.protocols.registry import detect
 from sgl_ext.protocols.request_ids import HEADER as REQUEST_ID_HEADER

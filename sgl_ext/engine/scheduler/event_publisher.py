@@ -6,23 +6,22 @@ again, everything that is resident is sent once more. What one call does is boun
 one goes on: a request that arrives meanwhile waits for it.
 """
 
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import orjson
 import zmq
 
+from radix.residency.residency import Residency
 from radix.tier import Tier
+from scheduler.load_cost import PRIOR
 from sgl_ext.engine.core.counters import counter, gauge
 from sgl_ext.engine.core.event_lines import lines_of, pin_row
 from sgl_ext.engine.core.folder import address
-from sgl_ext.engine.core.slices import is_slice
-from sgl_ext.engine.scheduler.pin_keeper import PinKeeper
-from sgl_ext.engine.scheduler.state import extension_of
-from sgl_ext.engine.sglang_types import NextBatchPlan, ScheduleBatch, Scheduler
+from sgl_ext.engine.core.hints import is_slice
+from sgl_ext.engine.scheduler.pins import PinKeeper
+from sgl_ext.engine.sglang_types import CacheController, NextBatchPlan, ScheduleBatch, Scheduler
+from sgl_ext.engine.tiers.host_tier import Loads
 from sgl_ext.engine.tiers.shared_pages import shared_pages_of
-
-if TYPE_CHECKING:
-    from sgl_ext.engine.scheduler.radix_cache import ExtendedRadixCache
 
 _SWEEP_STEPS = 2000  # at most about 1 ms
 _SEGMENTS = 1000  # at most about 1 ms
@@ -33,6 +32,18 @@ _LOAD_INTERVAL_S = 0.1
 # costs every process on its way about a millisecond.
 _USE_INTERVAL_S = 1.0
 _LINES_WAITING = 1000
+
+
+class PublishedCache(Protocol):
+    """What is published of the extension's radix cache."""
+
+    pins: PinKeeper
+    residency: Residency | None
+    loads: Loads
+    host_tokens: int
+    cache_controller: CacheController | None
+
+    def sweep(self, steps: int) -> None: ...
 
 
 class EventChannel:
@@ -63,7 +74,7 @@ class EventPublisher:
     def __init__(
         self,
         scheduler: Scheduler,
-        cache: "ExtendedRadixCache | None",
+        cache: PublishedCache | None,
         channel: EventChannel,
         stages: int = 1,
     ) -> None:
@@ -79,9 +90,11 @@ class EventPublisher:
         self._counted = {"event_sweeps_deferred": 0, "event_branches_dropped": 0}
         self.plan: NextBatchPlan | None = None
 
-    def publish(self, now_s: float, computed: ScheduleBatch | None = None) -> None:
+    def publish(
+        self, now_s: float, computed: ScheduleBatch | None = None, load_share: float = PRIOR
+    ) -> None:
         """Publishes what changed since the last call. Call it after a batch's output is sent, and
-        when the scheduler is idle.
+        when the scheduler is idle. load_share: what a token costs that the host loads.
 
         computed: the batch whose output was sent. `plan` is what the scheduler has decided last: it
         runs the plan's batch, unless that is the computed one.
@@ -102,7 +115,7 @@ class EventPublisher:
             self._decoding = decoding
             pinned = self._cache.pins.tokens if self._cache is not None else 0
             load = load_of(self._scheduler, self.plan, pinned, computed)
-            lines = self._with_loads(lines, load)
+            lines = self._with_loads(lines, load, load_share)
             if self._is_pipeline:  # a plan is of one micro-batch, and several are in the pipeline
                 load["running"] = _in_flight(self._scheduler)
             if self._is_due(load, now_s, is_idle):
@@ -134,14 +147,14 @@ class EventPublisher:
         return load != self._load | {"used_tokens": load["used_tokens"]}
 
     def _with_loads(
-        self, lines: list[dict[str, Any]], load: dict[str, int]
+        self, lines: list[dict[str, Any]], load: dict[str, int], load_share: float
     ) -> list[dict[str, Any]]:
         """Adds to the lines what a token costs that a slower tier has, if that has changed; and to
         the load the host's memory, and what waiting requests will load, which SGLang's estimate
         leaves out."""
         if self._cache is None or self._cache.cache_controller is None:
             return lines
-        shares = {"load_share": extension_of(self._cache).load_share}
+        shares = {"load_share": load_share}
         if (tier := shared_pages_of(self._cache)) is not None:
             cost = self._cache.loads.cost
             while tier.reads:

@@ -9,46 +9,70 @@ order, before anything else changes the tree, and on all ranks alike.
 from collections.abc import Callable
 from typing import Any
 
-from sgl_ext.engine.scheduler.state import SchedulerExtension, extension_of
-from sgl_ext.engine.sglang_types import Original, OutputStreamer, ScheduleBatch, Scheduler
+from sgl_ext.engine.sglang_types import (
+    Original,
+    OutputStreamer,
+    ScheduleBatch,
+    Scheduler,
+    TreeCache,
+)
+
+_ATTRIBUTE = "sgl_ext_deferred"
 
 
-def defer(extension: SchedulerExtension, action: Callable[[], object]) -> bool:
-    """Whether an action will run after the batch's output is sent. Else it must run now."""
-    if extension.after_output is None:
-        return False
-    extension.after_output.append(action)
-    return True
+class Deferred:
+    """What waits in one scheduler until its batch's output is sent."""
+
+    def __init__(self) -> None:
+        self._actions: list[Callable[[], object]] | None = None  # None while none may wait
+
+    def begin(self) -> None:
+        """From now on actions may wait."""
+        self._actions = []
+
+    def add(self, action: Callable[[], object]) -> bool:
+        """Whether an action will run after the batch's output is sent. Else it must run now."""
+        if self._actions is None:
+            return False
+        self._actions.append(action)
+        return True
+
+    def run(self) -> None:
+        """Runs the actions that wait."""
+        actions, self._actions = self._actions, None
+        for action in actions or ():
+            action()
 
 
-def run_deferred(extension: SchedulerExtension) -> None:
-    """Runs the actions that wait."""
-    actions, extension.after_output = extension.after_output, None
-    for action in actions or ():
-        action()
+def deferred_of(cache: TreeCache) -> Deferred:
+    """What waits in the scheduler that has this cache."""
+    found: Deferred | None = getattr(cache, _ATTRIBUTE, None)
+    if found is None:
+        found = Deferred()
+        setattr(cache, _ATTRIBUTE, found)
+    return found
 
 
 def after_output(_: Any, streamer: OutputStreamer, *__: Any, **___: Any) -> None:
     """After `SchedulerOutputStreamer.stream_output`."""
-    run_deferred(extension_of(streamer.tree_cache))
+    deferred_of(streamer.tree_cache).run()
 
 
 def send_output_first(
     original: Original, scheduler: Scheduler, batch: ScheduleBatch, *args: Any, **kw: Any
 ) -> None:
     """Around `Scheduler.process_batch_result`."""
-    extension = extension_of(scheduler.tree_cache)
+    deferred = deferred_of(scheduler.tree_cache)
     if _can_defer(scheduler, batch):
-        extension.after_output = []
+        deferred.begin()
     original(scheduler, batch, *args, **kw)
-    run_deferred(extension)
+    deferred.run()
 
 
 def publish_load_later(original: Original, scheduler: Scheduler, *args: Any, **kw: Any) -> Any:
     """Around `Scheduler.publish_load_snapshot`, whose result only SGLang's load publisher reads."""
-    extension = extension_of(scheduler.tree_cache)
-    is_read = scheduler.load_publisher.enable
-    if not is_read and defer(extension, lambda: original(scheduler, *args, **kw)):
+    waits, is_read = deferred_of(scheduler.tree_cache), scheduler.load_publisher.enable
+    if not is_read and waits.add(lambda: original(scheduler, *args, **kw)):
         return None
     return original(scheduler, *args, **kw)
 

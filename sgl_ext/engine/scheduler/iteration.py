@@ -16,8 +16,9 @@ from sgl_ext.engine.arguments import in_effect
 from sgl_ext.engine.core.folder import Orders
 from sgl_ext.engine.scheduler import slice_gate
 from sgl_ext.engine.scheduler.event_publisher import EventChannel, EventPublisher
+from sgl_ext.engine.scheduler.extension import SchedulerExtension, extension_of
 from sgl_ext.engine.scheduler.nodes import clock_s
-from sgl_ext.engine.scheduler.state import compare, data_parallel_rank, extension_of
+from sgl_ext.engine.scheduler.state import compare, data_parallel_rank
 from sgl_ext.engine.sglang_types import NextBatchPlan, Original, ScheduleBatch, Scheduler
 
 TICK_S = 1.0
@@ -92,12 +93,13 @@ def note_plan(plan: NextBatchPlan, scheduler: Scheduler, *_: Any, **__: Any) -> 
     With overlap scheduling the last batch's output is not sent yet: the scheduler is idle only
     once there is no last batch either.
     """
-    publisher = _publisher(scheduler)
+    extension = extension_of(scheduler.tree_cache)
+    publisher = _publisher(extension, scheduler)
     if publisher is None:
         return
     publisher.plan = plan
     if plan.batch_to_run is None and scheduler.last_batch is None:
-        publisher.publish(time.monotonic())
+        publisher.publish(time.monotonic(), load_share=extension.load_share)
 
 
 def publish_events(
@@ -106,17 +108,16 @@ def publish_events(
     """Around `Scheduler.process_batch_result`: publishes what changed once the output is sent, and
     notes what its prompts took."""
     original(scheduler, batch, *args, **kw)
-    cache = extension_of(scheduler.tree_cache).cache
-    if cache is not None:
-        cache.loads.computed(scheduler, batch)
-    publisher = _publisher(scheduler)
-    if publisher is not None:
-        publisher.publish(time.monotonic(), batch)
-
-
-def _publisher(scheduler: Scheduler) -> EventPublisher | None:
-    """Publishes for the engine; None on ranks that do not."""
     extension = extension_of(scheduler.tree_cache)
+    if extension.cache is not None:
+        extension.cache.loads.computed(scheduler, batch)
+    publisher = _publisher(extension, scheduler)
+    if publisher is not None:
+        publisher.publish(time.monotonic(), batch, extension.load_share)
+
+
+def _publisher(extension: SchedulerExtension, scheduler: Scheduler) -> EventPublisher | None:
+    """Publishes for the engine; None on ranks that do not."""
     if not extension.is_entry_rank:
         return None
     if extension.publisher is None:

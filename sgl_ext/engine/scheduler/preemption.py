@@ -9,14 +9,9 @@ are there, the victim continues where it was.
 from scheduler.preemption import Running, victims
 from sgl_ext.engine import sglang_api
 from sgl_ext.engine.arguments import in_effect
+from sgl_ext.engine.scheduler.extension import SchedulerExtension, extension_of
 from sgl_ext.engine.scheduler.priority import applies
-from sgl_ext.engine.scheduler.state import (
-    SchedulerExtension,
-    compare,
-    extension_of,
-    is_plain,
-    state_of,
-)
+from sgl_ext.engine.scheduler.state import compare, is_plain, state_of
 from sgl_ext.engine.sglang_types import Original, PrefillAdder, Req, TreeCache
 
 

@@ -12,7 +12,8 @@ from typing import Any
 from scheduler.order import Waiting, in_order, step, window_of
 from sgl_ext.engine import sglang_api
 from sgl_ext.engine.arguments import in_effect
-from sgl_ext.engine.scheduler.state import Admission, SchedulerExtension, extension_of, state_of
+from sgl_ext.engine.scheduler.extension import SchedulerExtension, extension_of
+from sgl_ext.engine.scheduler.state import Admission, state_of
 from sgl_ext.engine.sglang_types import (
     Original,
     PrefillAdder,
@@ -22,7 +23,7 @@ from sgl_ext.engine.sglang_types import (
     Scheduler,
     TreeCache,
 )
-from sgl_ext.engine.tiers.lookup import look_up
+from sgl_ext.engine.tiers.host_tier import look_up
 
 # In one scheduling pass at most so many requests that do not fit are passed: each try costs time.
 _MOST_PASSED = 4

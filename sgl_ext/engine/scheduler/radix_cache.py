@@ -3,6 +3,7 @@
 Thin: it reports what happens in the tree to `radix.residency` and to the pins, which decide.
 """
 
+import time
 from array import array
 from collections import deque
 from collections.abc import Callable
@@ -18,12 +19,12 @@ from radix.tiered_pins import TieredPins
 from scheduler.eviction_priority import EVICT_FIRST, EvictionPriority, eviction_priority
 from sgl_ext.engine import sglang_api
 from sgl_ext.engine.arguments import in_effect
-from sgl_ext.engine.core.hints import Hints
-from sgl_ext.engine.core.slices import conversation_of, is_guess, is_slice
-from sgl_ext.engine.scheduler import first_token, state
-from sgl_ext.engine.scheduler.pin_keeper import PinKeeper
-from sgl_ext.engine.scheduler.pin_pressure import PinPressure
-from sgl_ext.engine.scheduler.state import extension_of, is_plain, state_of
+from sgl_ext.engine.core.counters import counter
+from sgl_ext.engine.core.hints import Hints, conversation_of, is_guess, is_slice
+from sgl_ext.engine.scheduler import state
+from sgl_ext.engine.scheduler.first_token import deferred_of
+from sgl_ext.engine.scheduler.pins import PinKeeper, PinPressure
+from sgl_ext.engine.scheduler.state import is_plain, state_of
 from sgl_ext.engine.sglang_types import (
     CacheInitParams,
     EvictParams,
@@ -35,9 +36,7 @@ from sgl_ext.engine.sglang_types import (
     TreeCacheBuildContext,
     TreeCore,
 )
-from sgl_ext.engine.tiers.host_copies import HostCopies
-from sgl_ext.engine.tiers.loading_cache import LoadingCache
-from sgl_ext.engine.tiers.lookup import count_cached
+from sgl_ext.engine.tiers.host_tier import HostCopies, Loads, count_cached
 from sgl_ext.engine.tiers.shared_pages import shared_pages_of
 from sgl_ext.settings.schema import EngineSettings
 
@@ -75,11 +74,12 @@ class _Store:
     cached_before: int | None = None
 
 
-class ExtendedRadixCache(LoadingCache):
+class ExtendedRadixCache(sglang_api.UnifiedRadixCache):
     """The unified radix cache.
 
     residency: the resident segments; None on ranks that do not publish them.
     pins: the pinned prefixes. pressure: what live requests take of them.
+    loads: what loads from the host take.
     """
 
     def __init__(self, params: CacheInitParams) -> None:
@@ -91,6 +91,7 @@ class ExtendedRadixCache(LoadingCache):
         self._computed_ahead = ComputedAhead()
         self.pool_tokens = params.token_to_kv_pool_allocator.size
         self.host_tokens = 0  # SGLang makes its host pool later
+        self.loads = Loads()
         budget_tokens, _, share, shares = self._pin_limits(EngineSettings.from_environment())
         pins = TieredPins(
             budget_tokens=budget_tokens,
@@ -119,6 +120,21 @@ class ExtendedRadixCache(LoadingCache):
             self.host_tokens = copies.size
             self.limit_pins(EngineSettings.from_environment())
 
+    def ready_to_load_host_cache(self) -> int:
+        started_s = time.monotonic()
+        load = super().ready_to_load_host_cache()
+        if load >= 0:
+            self.loads.started(time.monotonic() - started_s)
+        return load
+
+    def loading_check(self, finish_count: int | None = None) -> None:
+        if self.cache_controller is None:
+            return
+        under_way = [*self.cache_controller.ack_load_queue]
+        super().loading_check(finish_count)
+        done = len(under_way) - len(self.cache_controller.ack_load_queue)
+        self.loads.finished(under_way[:done])
+
     def limit_pins(self, settings: EngineSettings) -> None:
         """Applies the limits of changed settings, on every rank alike."""
         self.pins.change_limits(*self._pin_limits(settings))
@@ -132,10 +148,10 @@ class ExtendedRadixCache(LoadingCache):
         return budget_tokens, host_budget_tokens, settings.pin_owner_share, shares
 
     def checkpoint(self, req: Req, *, up_to: int, **kwargs: Any) -> None:
-        extension = extension_of(self)
+        deferred = deferred_of(self)
         store = partial(self.store, req, up_to=up_to, **kwargs)
-        if not (self._may_wait(req) and first_token.defer(extension, store)):
-            first_token.run_deferred(extension)  # in the order that SGLang made them
+        if not (self._may_wait(req) and deferred.add(store)):
+            deferred.run()  # in the order that SGLang made them
             store()
 
     def _may_wait(self, req: Req) -> bool:
@@ -161,7 +177,8 @@ class ExtendedRadixCache(LoadingCache):
         if hints is not None and hints.conversation and not is_slice(req):
             loaded = self._computed_ahead.read(hints.conversation)
             used = min(loaded, req.cached_tokens) - req.host_loaded_length
-            extension_of(self).count("loaded_ahead_tokens_used", max(used, 0))
+            if used > 0 and self.residency is not None:
+                counter("loaded_ahead_tokens_used").inc(used)
         if hints is None:
             return
         if self.residency is not None:

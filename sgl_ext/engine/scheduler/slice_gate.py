@@ -16,10 +16,11 @@ from typing import Any
 
 from scheduler.prefill import Rejection, least_tokens, rejection, takeable_tokens
 from sgl_ext.engine import sglang_api
-from sgl_ext.engine.core.slices import conversation_of, is_forced, is_slice, part_of
-from sgl_ext.engine.scheduler.state import SchedulerExtension, compare, is_plain, state_of
+from sgl_ext.engine.core.hints import conversation_of, is_forced, is_slice, part_of
+from sgl_ext.engine.scheduler.extension import SchedulerExtension
+from sgl_ext.engine.scheduler.state import compare, is_plain, state_of
 from sgl_ext.engine.sglang_types import Req, Scheduler, TreeCache
-from sgl_ext.engine.tiers.lookup import Cached, look_up
+from sgl_ext.engine.tiers.host_tier import Cached, look_up
 
 _NONE = Cached(0, 0)
 

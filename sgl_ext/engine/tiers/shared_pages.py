@@ -1,4 +1,14 @@
-"""The tier that all engines of a machine share, as a storage of SGLang's HiCache.
+"""What two engines must have in common for one to read the KV that the other one computed.
+
+The end of stored pages when an engine's weights change while it serves.
+
+The pages are those of the weights at its start, and nothing says which weights it has later.
+
+The bytes of a host pool's pages, as the parts in which they lie in its memory.
+
+A page is written from there and read into there without a copy.
+
+The tier that all engines of a machine share, as a storage of SGLang's HiCache.
 
 An engine stores the pages of a prefix when it has copied them to its host memory. Another one that
 is sent the same prefix reads them into its own host memory, in place of computing them.
@@ -17,31 +27,143 @@ looks pages up. The scheduler's own thread only hands segments over, and takes w
 import logging
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
+from ctypes import c_ubyte
+from functools import cache
+from hashlib import sha256
+from importlib.metadata import version
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
+from weakref import WeakSet
+
+import orjson
 
 from radix.residency.changes import Stored
 from sgl_ext.engine import sglang_api
 from sgl_ext.engine.arguments import in_effect
 from sgl_ext.engine.core.counters import counter, gauge
 from sgl_ext.engine.sglang_types import (
+    CacheController,
     HostPool,
+    ResolvedArgs,
     StorageConfig,
     StorageExtraInfo,
     Tensor,
-    TreeCache,
     TreeCore,
 )
-from sgl_ext.engine.tiers.host_pages import HostPages
-from sgl_ext.engine.tiers.identity import digest, engine_facts
 from sgl_ext.engine.tiers.page_folder import NameSpace, PageFolder, Read, Written
-from sgl_ext.engine.tiers.retirement import note_storage
 from sgl_ext.engine.tiers.segment_notes import NoteWriter
 from sgl_ext.settings.schema import SettingsError
 from sgl_ext.settings.shared_tier import read_tier
+from sgl_ext.sizing.model import SizingError, model_folder
+
+# Equal tokens have other keys and values, or other bytes, if one of these differs.
+_ARGUMENTS = (
+    *("attention_backend", "decode_attention_backend", "prefill_attention_backend", "dtype"),
+    *("json_model_override_args", "kv_cache_dtype", "load_format", "model_impl"),
+    *("model_loader_extra_config", "model_path", "quantization", "quantization_param_path"),
+    "revision",
+)
+_WEIGHTS = {".safetensors", ".bin", ".pt", ".pth", ".gguf", ".json"}
+
+
+def digest(*facts: Any) -> str:
+    """A name for these facts, which may stand in a path."""
+    return sha256(orjson.dumps(facts, default=repr)).hexdigest()[:32]
+
+
+def engine_facts(args: ResolvedArgs) -> list[Any]:
+    """The facts about SGLang, the model and its adapters."""
+    adapters = [getattr(one, "lora_path", one) for one in args.lora_paths or ()]
+    files = [[*_files(str(path))] for path in (args.model_path, *adapters)]
+    return [version("sglang"), [str(getattr(args, name)) for name in _ARGUMENTS], files]
+
+
+def _files(model: str) -> Iterator[tuple[str, int, int]]:
+    """The files of a model with their sizes and times: weights may change in place."""
+    with suppress(SizingError, OSError):
+        folder = Path(model) if Path(model).is_dir() else model_folder(model)
+        for path in sorted(folder.iterdir()):
+            if path.suffix in _WEIGHTS:
+                found = path.stat()
+                yield path.name, found.st_size, found.st_mtime_ns
+
 
 log = logging.getLogger(__name__)
+
+
+class Storage(Protocol):
+    def retire(self) -> None: ...
+
+
+_storages: WeakSet[Storage] = WeakSet()
+
+
+def note_storage(storage: Storage) -> None:
+    """Notes a storage of this process, to be retired when weights change."""
+    _storages.add(storage)
+
+
+def retire(*_: Any, **__: Any) -> None:
+    """Before `SchedulerWeightUpdaterManager.flush_cache_after_weight_update`: the storages of this
+    process neither read nor write from now on."""
+    for storage in _storages:
+        storage.retire()
+        log.warning("weights changed while serving: the shared tier is off until a restart")
+
+
+# A subclass may have another layout.
+_POOLS = ("MHATokenToKVPoolHost", "MLATokenToKVPoolHost")
+_LAYOUTS = ("layer_first", "page_first", "page_first_direct")
+
+
+class HostPages:
+    """The pages of one host pool, each named by its first slot.
+
+    tokens, bytes: of a page. form: what must be equal for one engine to read what another wrote.
+    """
+
+    def __init__(self, pool: HostPool) -> None:
+        """Raises SettingsError for a pool whose pages lie in an unknown way."""
+        kind = type(pool).__name__
+        if kind not in _POOLS or pool.layout not in _LAYOUTS:
+            known = f"engines share pages of {', '.join(_LAYOUTS)}, of {' and '.join(_POOLS)}"
+            raise SettingsError(f"--hicache-mem-layout={pool.layout} of a {kind}: {known}")
+        self._pool = pool
+        self.tokens = pool.page_size
+        self.bytes = sum(part.nbytes for part in self._parts(0))
+        self.form = (
+            *(kind, str(pool.dtype), self.tokens, self.bytes, pool.layout),
+            *(pool.start_layer, pool.end_layer, pool.storage_format_tag),
+        )
+
+    def parts(self, slots: "Tensor") -> Iterator[list[memoryview]]:
+        """The memory of each page that these slots make up."""
+        for first in slots[:: self.tokens].tolist():
+            yield self._parts(int(first))
+
+    def _parts(self, first: int) -> list[memoryview]:
+        slots = _Slots(range(first, first + self.tokens))
+        addresses, sizes = self._pool.get_page_buffer_meta(slots)
+        return [_memory(*part) for part in zip(addresses, sizes, strict=True)]
+
+
+class _Slots(list[int]):
+    """Slots in place of a tensor, of which the pool wants a list."""
+
+    def tolist(self) -> list[int]:
+        return self
+
+
+@cache
+def _block(size: int) -> Any:
+    return c_ubyte * size
+
+
+def _memory(address: int, size: int) -> memoryview:
+    return memoryview(_block(size).from_address(address)).cast("B")
+
 
 _KV = "kv"
 _BOOT = Path("/proc/sys/kernel/random/boot_id")
@@ -189,7 +311,14 @@ class SharedPages(sglang_api.HiCacheStorage):
             each.close()
 
 
-def shared_pages_of(cache: TreeCache) -> SharedPages | None:
+class Tiered(Protocol):
+    """What is needed of a radix cache."""
+
+    @property
+    def cache_controller(self) -> CacheController | None: ...
+
+
+def shared_pages_of(cache: Tiered) -> SharedPages | None:
     """The shared tier of a cache, if it has one."""
     controller = cache.cache_controller
     storage = None if controller is None else controller.storage_backend

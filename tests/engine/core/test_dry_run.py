@@ -12,8 +12,7 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse
 from starlette.routing import Route
 
-from sgl_ext.engine.core.dry_run import convert
-from sgl_ext.engine.core.request_context import current_dry_run
+from sgl_ext.engine.core.request_context import convert, current_dry_run
 from sgl_ext.engine.http import request_hook
 from sgl_ext.engine.http.generation_hook import send_hints
 

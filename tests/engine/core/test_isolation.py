@@ -11,10 +11,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from starlette.requests import Request
 
-from sgl_ext.engine.core import isolation
-from sgl_ext.engine.core.dry_run import DryRun, Stopped
-from sgl_ext.engine.core.isolation import group_of, isolate, salted
-from sgl_ext.engine.core.request_context import RequestContext, entered
+from sgl_ext.engine.core import request_names
+from sgl_ext.engine.core.request_context import DryRun, RequestContext, Stopped, entered
+from sgl_ext.engine.core.request_names import group_of, isolate, salted
 from sgl_ext.engine.http import generation_hook
 from sgl_ext.engine.prefill_ahead.prefiller import Job, Prefiller
 from sgl_ext.engine.prefill_ahead.service import PrefillRequests
@@ -62,7 +61,7 @@ def test_embeddings_have_no_name_spaces_and_are_rejected_where_they_would_share(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     args = SimpleNamespace(disable_radix_cache=True)
-    monkeypatch.setattr(isolation, "in_effect", lambda: args)
+    monkeypatch.setattr(request_names, "in_effect", lambda: args)
     isolate(SimpleNamespace(), "team")
     args.disable_radix_cache = False
     isolate(SimpleNamespace(), None)

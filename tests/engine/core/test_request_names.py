@@ -13,11 +13,11 @@ from sgl_ext.engine.core.request_context import RequestContext
 from sgl_ext.engine.core.request_names import (
     keep_id,
     name_after_id,
+    name_request,
     new_name,
     purpose_of,
     request_id_of,
 )
-from sgl_ext.engine.core.tenancy import name_request
 from sgl_ext.protocols.request_ids import is_valid_id
 from sgl_ext.reading.client import PURPOSE_HEADER
 

@@ -16,15 +16,13 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from sgl_ext.engine.core import counters, shared_prefixes
-from sgl_ext.engine.core.dry_run import DryRun
 from sgl_ext.engine.core.folder import secret
-from sgl_ext.engine.core.hints import Hints
-from sgl_ext.engine.core.isolation import is_whole_group, isolate, salted
-from sgl_ext.engine.core.request_context import WHOLE_PROMPT, RequestContext
-from sgl_ext.engine.core.slices import slice_name
+from sgl_ext.engine.core.hints import Hints, slice_name
+from sgl_ext.engine.core.request_context import WHOLE_PROMPT, DryRun, RequestContext
+from sgl_ext.engine.core.request_names import is_whole_group, isolate, salted
 from sgl_ext.engine.prefill_ahead import service
-from sgl_ext.engine.scheduler import single_flight
-from sgl_ext.engine.scheduler.single_flight import FOLLOW_TOKENS
+from sgl_ext.engine.scheduler import admission
+from sgl_ext.engine.scheduler.admission import FOLLOW_TOKENS
 from sgl_ext.engine.scheduler.state import RequestState
 from sgl_ext.settings.schema import EngineSettings
 
@@ -348,7 +346,7 @@ def test_all_groups_wait_for_a_listed_prefix_that_is_being_computed() -> None:
 
     def waits(salt: str | None, other: str | None, at: int = 0) -> bool:
         probe = ids[at : at + FOLLOW_TOKENS]
-        return single_flight.leads(asking(salt), asking(other), at, probe)
+        return admission.leads(asking(salt), asking(other), at, probe)
 
     alices = shared_prefixes.shared_salt("5:alice", FOLLOW_TOKENS + 10)
     bobs = shared_prefixes.shared_salt("3:bob", FOLLOW_TOKENS + 20)
@@ -382,7 +380,7 @@ def test_a_leader_s_prompt_is_compared_as_far_as_it_matters(
         )
         for _ in range(2)
     )
-    assert single_flight.leads(leader, follower, 4096, ids[4096 : 4096 + FOLLOW_TOKENS])
+    assert admission.leads(leader, follower, 4096, ids[4096 : 4096 + FOLLOW_TOKENS])
     assert compared == [4096 + FOLLOW_TOKENS] * 2
 
 

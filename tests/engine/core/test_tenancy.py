@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from sgl_ext.engine.core.request_context import RequestContext
-from sgl_ext.engine.core.tenancy import check_adapters, name_request
+from sgl_ext.engine.core.request_names import check_adapters, name_request
 from sgl_ext.settings.schema import Tenant
 from sgl_ext.tenants import Tenants
 

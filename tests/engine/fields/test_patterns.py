@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 
+from sgl_ext.compat.sampler import use_linear_regex
 from sgl_ext.engine import sglang_api
 from sgl_ext.engine.fields.patterns import LinearRegex, wrong_pattern
-from sgl_ext.engine.scheduler.sampling import use_linear_regex
 
 
 @pytest.mark.parametrize("pattern", ["(a+)+$", "(.*)*(.*)*(.*)*x", "(a|aa)+b", "(a?){500}a{500}"])

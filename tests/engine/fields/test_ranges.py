@@ -12,9 +12,8 @@ import pytest
 
 from docs import field_ranges
 from sgl_ext.engine.fields import ranges
-from sgl_ext.engine.fields.checks import INT64, Check, Model, Whole
-from sgl_ext.engine.fields.grammars import Grammar, Schema
-from sgl_ext.engine.fields.ranges import EMBEDDING, GENERATION, SAMPLING
+from sgl_ext.engine.fields.patterns import Grammar, Schema
+from sgl_ext.engine.fields.ranges import EMBEDDING, GENERATION, INT64, SAMPLING, Check, Model, Whole
 
 MODEL = Model(vocab_size=100, context_tokens=1_000, hidden_size=2, prompt_tokens=10)
 RIGHT: dict[str, list[Any]] = {

@@ -6,9 +6,8 @@ from typing import Any
 
 import pytest
 
-from sgl_ext.engine.fields.checks import Model
-from sgl_ext.engine.fields.ranges import wrong_sampling
-from sgl_ext.engine.fields.vendors import in_sglangs_words
+from sgl_ext.engine.fields.names import in_sglangs_words
+from sgl_ext.engine.fields.ranges import Model, wrong_sampling
 
 
 @pytest.mark.parametrize(

@@ -17,7 +17,7 @@ from tokenizers import (
     trainers,
 )
 
-from sgl_ext.engine.host_cache.piece_tokenizer import Inexact, PieceTokenizer
+from sgl_ext.engine.host_cache.token_cache import Inexact, PieceTokenizer
 
 SPECIALS = ("<|im_start|>", "<|im_end|>", "<|im_end|>>", "[SEP]")
 CORPUS = [

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sgl_ext.engine.host_cache.shortcuts import Message, SchemaCache
+from sgl_ext.engine.host_cache.message_cache import Message, SchemaCache
 
 SCHEMA = {"type": "object", "properties": {"path": {"type": "string"}}}
 BROKEN = {"type": "object", "properties": {"path": {"type": 7}}}

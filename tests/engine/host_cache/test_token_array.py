@@ -11,8 +11,7 @@ from typing import Any
 import pytest
 from sgl_ext_cpu.node import Node
 
-from sgl_ext.engine.host_cache.token_array import is_array_allowed, restore_list
-from sgl_ext.engine.host_cache.token_cache import TokenCache
+from sgl_ext.engine.host_cache.token_cache import TokenCache, is_array_allowed, restore_list
 from sgl_ext.engine.http import pin_placement
 from sgl_ext.engine.http.cache_hooks import encode_prompt
 from sgl_ext.engine.http.extension import HttpExtension

@@ -11,13 +11,11 @@ import pytest
 
 from sgl_ext.engine.core.counters import counter, gauge
 from sgl_ext.engine.core.request_context import RequestContext
-from sgl_ext.engine.host_cache import message_cache, shortcuts, worth
-from sgl_ext.engine.host_cache.message_cache import MessageCache
-from sgl_ext.engine.host_cache.shortcuts import SchemaCache
+from sgl_ext.engine.host_cache import message_cache, worth
+from sgl_ext.engine.host_cache.message_cache import MessageCache, SchemaCache
 from sgl_ext.engine.host_cache.token_cache import TokenCache
 from sgl_ext.engine.host_cache.worth import LEAST_USES, RETRY_S, WINDOW_S, Worth
-from sgl_ext.engine.http.extension import HttpExtension
-from sgl_ext.engine.http.gauges import set_gauges
+from sgl_ext.engine.http.extension import HttpExtension, set_gauges
 from sgl_ext.settings.schema import EngineSettings
 
 SLOW_S, QUICK_S = 0.01, 0.001
@@ -117,8 +115,8 @@ def messages_at(clock: Clock, tiny_model: Path, monkeypatch: pytest.MonkeyPatch)
 def schemas_at(clock: Clock, tiny_model: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
     cache = SchemaCache()
     cache.worth = Worth("schemas", clock)
-    slow = SimpleNamespace(dumps=clock.during(SLOW_S, shortcuts.orjson.dumps))
-    monkeypatch.setattr(shortcuts, "orjson", slow)
+    slow = SimpleNamespace(dumps=clock.during(SLOW_S, message_cache.orjson.dumps))
+    monkeypatch.setattr(message_cache, "orjson", slow)
     before: list[Any] = []
 
     def check() -> bool:

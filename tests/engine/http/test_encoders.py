@@ -18,16 +18,16 @@ from typing import Any
 import pytest
 from tokenizers.processors import TemplateProcessing
 
+from sgl_ext.compat.template_model import Place
+from sgl_ext.compat.templates import make_plan, template_of
 from sgl_ext.engine.core.request_context import RequestContext, entered, put_on
 from sgl_ext.engine.hooks import HOOKS, Role
 from sgl_ext.engine.host_cache.token_cache import make_token_cache
 from sgl_ext.engine.http import pin_placement
 from sgl_ext.engine.http.extension import HttpExtension
 from sgl_ext.engine.http.pin_placement import log_limits, place_pins
-from sgl_ext.engine.http.template_facts import make_plan, template_of
 from sgl_ext.protocols.registry import of_path
 from sgl_ext.reading.cache_marks import TtlLimits, read_marks
-from sgl_ext.templates.model import Place
 
 MESSAGES, CHAT = "/v1/messages", "/v1/chat/completions"
 

@@ -14,6 +14,7 @@ import pytest
 
 from radix.residency.residency import Residency
 from radix.tiered_pins import TieredPins
+from scheduler.load_cost import PRIOR
 from sgl_ext.engine.core import event_lines
 from sgl_ext.engine.core.counters import counter
 from sgl_ext.engine.core.hints import Hints
@@ -21,9 +22,8 @@ from sgl_ext.engine.http import event_broadcaster
 from sgl_ext.engine.http.event_broadcaster import EventBroadcaster
 from sgl_ext.engine.scheduler import event_publisher
 from sgl_ext.engine.scheduler.event_publisher import EventPublisher
-from sgl_ext.engine.scheduler.pin_keeper import PinKeeper
-from sgl_ext.engine.scheduler.state import extension_of
-from sgl_ext.engine.tiers.loads import Loads
+from sgl_ext.engine.scheduler.pins import PinKeeper
+from sgl_ext.engine.tiers.host_tier import Loads
 from tests.waiting import HANG_S
 
 A, B, C = (f"{number:032x}" for number in (0xA, 0xB, 0xC))
@@ -261,10 +261,16 @@ def plan(running: int, prefill: int = 0, tokens: int = 0, ended: int = 0) -> Any
     return SimpleNamespace(running_batch=batch, batch_to_run=new or (batch if running else None))
 
 
-def publish(sender: EventPublisher, decided: Any, now_s: float, computed: Any = None) -> None:
+def publish(
+    sender: EventPublisher,
+    decided: Any,
+    now_s: float,
+    computed: Any = None,
+    load_share: float = PRIOR,
+) -> None:
     """Publishes after the output of a batch, with what the scheduler has decided by then."""
     sender.plan = decided
-    sender.publish(now_s, computed)
+    sender.publish(now_s, computed, load_share)
 
 
 class Cache:
@@ -415,12 +421,11 @@ def test_a_prefill_is_pending_until_it_is_computed_and_ended_requests_do_not_run
 def test_what_waiting_prompts_will_load_is_pending_at_its_share() -> None:
     scheduler, cache, pipe = Scheduler(), Cache(), Pipe()
     scheduler.waiting_queue = [SimpleNamespace(host_hit_length=n) for n in (0, 4000)]
-    extension_of(cache).load_share = 0.05  # type: ignore[arg-type]
     sender = EventPublisher(scheduler, cache, pipe)  # type: ignore[arg-type]
     publish(sender, plan(1), now_s=0.0)
     cache.cache_controller = SimpleNamespace(storage_backend=None)
-    publish(sender, plan(1), now_s=1.0)
-    publish(sender, plan(1), now_s=2.0)
+    publish(sender, plan(1), now_s=1.0, load_share=0.05)
+    publish(sender, plan(1), now_s=2.0, load_share=0.05)
     without, line = pipe.take()
     assert "load_share" not in without, "there is no host tier"
     assert line["load_share"] == 0.05

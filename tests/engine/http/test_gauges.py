@@ -8,8 +8,7 @@ import psutil
 
 from sgl_ext.engine.core.counters import COUNTERS, counter, gauge, show_counters
 from sgl_ext.engine.host_cache.message_cache import MessageCache
-from sgl_ext.engine.http.extension import HttpExtension
-from sgl_ext.engine.http.gauges import memory_by_kind, set_gauges, set_memory
+from sgl_ext.engine.http.extension import HttpExtension, memory_by_kind, set_gauges, set_memory
 from sgl_ext.settings.schema import EngineSettings
 
 

@@ -17,6 +17,8 @@ from fastapi import HTTPException
 from hypothesis import given
 from hypothesis import strategies as st
 
+from sgl_ext.compat.template_fitting import Places, with_sayable_roles
+from sgl_ext.compat.template_model import Place
 from sgl_ext.engine.core.request_context import RequestContext
 from sgl_ext.engine.http.rendering import leave_deferred_out
 from sgl_ext.engine.http.translation import for_sglang, keep_deferral
@@ -24,8 +26,6 @@ from sgl_ext.protocols.registry import of_path
 from sgl_ext.reading.protocol import Model
 from sgl_ext.reading.rewriting import translate
 from sgl_ext.reading.segments import read_chain
-from sgl_ext.templates.instructions import Places, with_sayable_roles
-from sgl_ext.templates.model import Place
 
 MESSAGES, CHAT = "/v1/messages", "/v1/chat/completions"
 SEARCH, LOOK = "ToolSearch", "look"

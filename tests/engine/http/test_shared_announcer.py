@@ -7,8 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from sgl_ext.engine.http.event_broadcaster import EventBroadcaster
-from sgl_ext.engine.http.shared_announcer import SharedAnnouncer
+from sgl_ext.engine.http.event_broadcaster import EventBroadcaster, SharedAnnouncer
 from tests.engine.http.test_event_broadcaster import Reader, line
 from tests.engine.tiers.test_segment_notes import KEYS, SEGMENTS, Engine, root
 

@@ -16,17 +16,17 @@ from starlette.applications import Starlette
 from starlette.testclient import TestClient
 from tokenizers import Tokenizer, models
 
-from sgl_ext.engine.core.request_context import current
-from sgl_ext.engine.http.rendering import place_instructions
-from sgl_ext.engine.http.template_facts import (
+from sgl_ext.compat.template_folder import main
+from sgl_ext.compat.template_model import Place
+from sgl_ext.compat.templates import (
     drops_thinking,
     make_plan,
+    place_instructions,
     template_of,
     template_route,
 )
-from sgl_ext.engine.http.template_folder import main
+from sgl_ext.engine.core.request_context import current
 from sgl_ext.protocols.routes import TEMPLATE
-from sgl_ext.templates.model import Place
 
 PLAIN = "{% for m in messages %}[{{ m.role }}]{{ m.content }}{% endfor %}"
 THINKS = "{% for m in messages %}[{{ m.role }}]{{ m.reasoning_content }}{{ m.content }}{% endfor %}"

@@ -13,7 +13,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from sgl_ext.engine.http.token_offsets import TokenOffsets
+from sgl_ext.engine.host_cache.token_offsets import TokenOffsets
 
 END = "<|im_end|>\n<|im_start|>assistant\n"
 

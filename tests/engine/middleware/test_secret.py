@@ -15,9 +15,9 @@ from starlette.routing import Route, WebSocketRoute
 from starlette.testclient import TestClient
 from starlette.websockets import WebSocket, WebSocketDisconnect
 
-from sgl_ext.engine.core.dry_run import convert
-from sgl_ext.engine.middleware import secret as secret_middleware
-from sgl_ext.engine.middleware.secret import install, send_secret
+from sgl_ext.engine.core.request_context import convert
+from sgl_ext.engine.http import secret as secret_middleware
+from sgl_ext.engine.http.secret import install, send_secret
 from sgl_ext.reading.client import SECRET_HEADER
 from sgl_ext.settings.secrets import EngineSecret
 

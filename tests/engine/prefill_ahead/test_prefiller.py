@@ -16,8 +16,8 @@ from typing import Any
 
 import pytest
 
+from sgl_ext.engine.core.hints import part_of
 from sgl_ext.engine.core.request_context import RequestContext
-from sgl_ext.engine.core.slices import part_of
 from sgl_ext.engine.prefill_ahead.prefiller import MOST_JOBS, Job, Prefiller
 from tests.waiting import HANG_S
 

@@ -13,9 +13,9 @@ from scheduler.programs.gaps import LONGEST_S
 from scheduler.programs.returns import LEAD_S, PRIOR
 from sgl_ext.engine.core.counters import counter
 from sgl_ext.engine.core.request_context import RequestContext
-from sgl_ext.engine.prefill_ahead import returns as module
+from sgl_ext.engine.prefill_ahead import next_turns as module
+from sgl_ext.engine.prefill_ahead.next_turns import SessionReturns
 from sgl_ext.engine.prefill_ahead.prefiller import Job, Prefiller
-from sgl_ext.engine.prefill_ahead.returns import SessionReturns
 from sgl_ext.reading.client import NO_FACTS
 from tests.engine.prefill_ahead.test_prefiller import ARGS, Manager, Tree, job, refused, worked
 

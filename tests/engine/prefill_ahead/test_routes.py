@@ -10,8 +10,7 @@ from typing import Any
 import pytest
 from starlette.requests import Request
 
-from sgl_ext.engine.core.dry_run import DryRun
-from sgl_ext.engine.core.request_context import RequestContext
+from sgl_ext.engine.core.request_context import DryRun, RequestContext
 from sgl_ext.engine.prefill_ahead import service
 from sgl_ext.engine.prefill_ahead.prefiller import Job
 from sgl_ext.engine.prefill_ahead.service import MOST_WAITING, PrefillRequests

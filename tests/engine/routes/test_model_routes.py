@@ -12,7 +12,7 @@ from starlette.testclient import TestClient
 
 from sgl_ext.compat.errors import ErrorMiddleware
 from sgl_ext.engine import sglang_api
-from sgl_ext.engine.routes.model_routes import model_routes
+from sgl_ext.engine.http.routes import model_routes
 
 ANTHROPIC = {"anthropic-version": "2023-06-01"}
 

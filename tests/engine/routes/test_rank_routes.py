@@ -15,8 +15,7 @@ from sgl_ext.engine.core.request_context import RequestContext, enter
 from sgl_ext.engine.http.event_broadcaster import PATH, SUBSCRIBERS_PATH
 from sgl_ext.engine.http.extension import HttpExtension
 from sgl_ext.engine.http.generation_hook import send_hints
-from sgl_ext.engine.routes.event_routes import event_routes
-from sgl_ext.engine.routes.pin_routes import pin_routes
+from sgl_ext.engine.http.routes import event_routes, pin_routes
 from sgl_ext.pin_mirror import PinMirror
 from sgl_ext.settings.schema import EngineSettings
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import psutil
 
-from sgl_ext.engine.routes.ready_route import STOPPED_S, Readiness
+from sgl_ext.engine.http.routes import STOPPED_S, Readiness
 
 
 class Process:

@@ -13,9 +13,9 @@ from starlette.applications import Starlette
 from starlette.testclient import TestClient
 
 from sgl_ext.engine.http.extension import HttpExtension
+from sgl_ext.engine.http.routes import settings_route
 from sgl_ext.engine.prefill_ahead.prefiller import Prefiller
-from sgl_ext.engine.routes.settings_route import settings_route
-from sgl_ext.engine.scheduler.state import SchedulerExtension
+from sgl_ext.engine.scheduler.extension import SchedulerExtension
 from sgl_ext.settings.fields import fields_of
 from sgl_ext.settings.reloading import SETTINGS_PATH
 from sgl_ext.settings.schema import EngineSettings

@@ -12,8 +12,8 @@ from starlette.applications import Starlette
 from starlette.testclient import TestClient
 
 from scheduler.silence import WORKING_FAULTS
-from sgl_ext.engine.routes import work_route
-from sgl_ext.engine.routes.work_route import count_faults, faults_by_process
+from sgl_ext.engine.http import routes
+from sgl_ext.engine.http.routes import count_faults, faults_by_process
 
 LOOP = "print('up', flush=True)\nwhile True: pass"
 COMPILER = "print('up', flush=True)\nwhile True: bytearray(50_000_000)"
@@ -44,9 +44,9 @@ def test_a_compiler_touches_memory_and_a_loop_does_not(child: tuple[int, bool]) 
 
 
 def test_an_engine_says_how_old_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(work_route, "SAMPLE_S", 0.0)
-    monkeypatch.setattr(work_route, "faults_by_process", dict)
-    client = TestClient(Starlette(routes=[work_route.work_route()]))
+    monkeypatch.setattr(routes, "SAMPLE_S", 0.0)
+    monkeypatch.setattr(routes, "faults_by_process", dict)
+    client = TestClient(Starlette(routes=[routes.work_route()]))
     signs = client.get("/sgl_ext/work").json()
     assert signs["page_faults"] == 0
     assert 0 <= signs["age_s"] < 60

@@ -17,7 +17,7 @@ from aiohttp import ClientResponse, ClientSession
 from sgl_ext_cpu.nursery import Nursery
 
 from sgl_ext.balancer.server import Balancer
-from sgl_ext.engine.scheduler.abandoned import keep_last_chunk
+from sgl_ext.compat.last_chunk import keep_last_chunk
 from sgl_ext.settings.schema import BalancerSettings
 from tests.balancer.wire import until
 from tests.engine.scheduler.test_event_publisher import Engine, running_engine, text

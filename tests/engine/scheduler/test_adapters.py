@@ -10,8 +10,9 @@ from typing import Any
 import pytest
 
 from sgl_ext.engine.core.hints import Hints
-from sgl_ext.engine.scheduler import adapters, admission, priority, single_flight
-from sgl_ext.engine.scheduler.state import RequestState, extension_of
+from sgl_ext.engine.scheduler import admission, priority
+from sgl_ext.engine.scheduler.extension import extension_of
+from sgl_ext.engine.scheduler.state import RequestState
 from tests.engine.core.test_shared_prefixes import sglang
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # SGLang warns while it is imported
@@ -50,7 +51,7 @@ class Scheduler:
 
         counted = {req.lora_id for req in self.batch.reqs if not req.finished()}
         for req in queue:
-            if adapters.count_admitted(has_place, self, req, counted):  # type: ignore[arg-type]
+            if admission.count_admitted(has_place, self, req, counted):  # type: ignore[arg-type]
                 result = admission.add_one(add, adder, req, has_chunked_req=False)
                 counted.add(req.lora_id)
                 if result is not results.CONTINUE:
@@ -84,7 +85,7 @@ def request(name: str, adapter: str | None, *, fits: bool = True, ended: bool = 
 @pytest.fixture(autouse=True)
 def _alone(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Requests share no prefix, and nothing is taken from those that run."""
-    monkeypatch.setattr(single_flight, "must_wait", lambda *_: False)
+    monkeypatch.setattr(admission, "must_wait", lambda *_: False)
     monkeypatch.setattr(admission.preemption, "preempt_for_memory", lambda *_: False)
     schedule = {"enable_priority_scheduling": True}
     with sglang("runtime_context").get_context().override_server_args(**schedule):
@@ -97,7 +98,7 @@ def test_a_request_that_others_pass_holds_no_place_for_its_adapter() -> None:
 
 
 def test_one_that_waits_for_a_prefix_holds_no_place(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(single_flight, "must_wait", lambda _, adder, req: req.rid == "waits")
+    monkeypatch.setattr(admission, "must_wait", lambda _, adder, req: req.rid == "waits")
     queue = [request("waits", "a"), request("one", "b"), request("two", "c")]
     assert Scheduler([]).admitted(queue) == ["one", "two"]
 

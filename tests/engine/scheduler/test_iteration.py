@@ -14,7 +14,7 @@ from scheduler.load_cost import PRIOR
 from sgl_ext.engine.core.folder import Orders
 from sgl_ext.engine.scheduler import iteration
 from sgl_ext.engine.scheduler.event_publisher import EventPublisher
-from sgl_ext.engine.scheduler.state import extension_of
+from sgl_ext.engine.scheduler.extension import extension_of
 from tests.engine.core.test_shared_prefixes import sglang
 from tests.engine.http.test_event_broadcaster import Cache, Pipe
 from tests.engine.http.test_event_broadcaster import Scheduler as WithLoad
@@ -54,9 +54,9 @@ class Looping(WithLoad):
         extension.publisher = EventPublisher(self, self.tree_cache, pipe)
         publish = extension.publisher.publish
 
-        def logged(*args: Any) -> None:
+        def logged(*args: Any, **kw: Any) -> None:
             self.log.append("published")
-            publish(*args)
+            publish(*args, **kw)
 
         extension.publisher.publish = logged
 

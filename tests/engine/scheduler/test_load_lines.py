@@ -44,7 +44,6 @@ def test_a_shared_tier_is_named_first_and_what_reads_cost_when_that_changes(
         loads=SimpleNamespace(cost=cost),
         pins=SimpleNamespace(tokens=0, changed={}),
         residency=SimpleNamespace(host=object(), changed=False, deferred=0, forgotten=0),
-        sgl_ext=SimpleNamespace(load_share=0.1),
         host_tokens=500,
         sweep=lambda steps: None,
     )
@@ -54,13 +53,13 @@ def test_a_shared_tier_is_named_first_and_what_reads_cost_when_that_changes(
     channel: Any = SimpleNamespace(send=lambda line: sent.append(line) or True)
     publisher = EventPublisher(SimpleNamespace(waiting_queue=[]), cache, channel)
     publisher.plan = SimpleNamespace(batch_to_run=None, running_batch=SimpleNamespace(reqs=[]))
-    publisher.publish(0.0)
+    publisher.publish(0.0, load_share=0.1)
     for _ in range(ENOUGH):
         cost.computed(1000, 1.0)
         cost.loaded(1000, 0.05)
         tier.reads.append((1000, 0.15))
-    publisher.publish(5.0)
-    publisher.publish(9.0)
+    publisher.publish(5.0, load_share=0.1)
+    publisher.publish(9.0, load_share=0.1)
     first, second = sent
     assert list(first)[:3] == ["publishes", "machine", "shared_pages"]
     assert (first["machine"], first["shared_pages"]) == ("m", tier.path)

@@ -11,9 +11,8 @@ import msgspec
 import pytest
 
 from sgl_ext.engine.core.folder import engine_name, secret
-from sgl_ext.engine.core.hints import attach, decode_hints
+from sgl_ext.engine.core.hints import attach, decode_hints, is_slice_name, slice_name
 from sgl_ext.engine.core.request_context import RequestContext
-from sgl_ext.engine.core.slices import is_slice_name, slice_name
 from sgl_ext.engine.scheduler import nodes
 from sgl_ext.engine.scheduler.nodes import NodesDiffer, Terms, adopt, agree, clock_s
 from sgl_ext.engine.sglang_types import ResolvedArgs

@@ -17,8 +17,7 @@ from radix.tiered_pins import TieredPins
 from sgl_ext.engine.core.hints import Hints
 from sgl_ext.engine.core.request_context import WHOLE_PROMPT
 from sgl_ext.engine.scheduler import admission
-from sgl_ext.engine.scheduler.pin_keeper import PinKeeper
-from sgl_ext.engine.scheduler.pin_pressure import PinPressure
+from sgl_ext.engine.scheduler.pins import PinKeeper, PinPressure
 
 TTL_S = 300.0
 Tokens = tuple[int, ...]

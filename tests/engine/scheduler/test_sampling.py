@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from sgl_ext.engine.scheduler.sampling import MAX_GRAMMARS, allow_some_token, forget_grammars
+from sgl_ext.compat.sampler import MAX_GRAMMARS, allow_some_token, forget_grammars
 
 NONE = float("-inf")
 

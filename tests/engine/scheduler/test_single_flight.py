@@ -10,7 +10,7 @@ import pytest
 import requests
 from sgl_ext_cpu.nursery import Nursery
 
-from sgl_ext.engine.scheduler.single_flight import FOLLOW_TOKENS
+from sgl_ext.engine.scheduler.admission import FOLLOW_TOKENS
 from tests.engine.scheduler.test_event_publisher import Engine, Watch, running_engine, text
 
 AGENTS = 6

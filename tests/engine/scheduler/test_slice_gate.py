@@ -12,7 +12,7 @@ import pytest
 
 from scheduler.prefill import Rejection
 from sgl_ext.engine.core.folder import secret
-from sgl_ext.engine.core.slices import conversation_of, digest, part_of, slice_name
+from sgl_ext.engine.core.hints import conversation_of, digest, part_of, slice_name
 from sgl_ext.engine.scheduler import slice_gate
 from sgl_ext.engine.scheduler.slice_gate import slices_last
 from sgl_ext.engine.scheduler.state import RequestState

@@ -12,7 +12,7 @@ from radix.tier import Tier
 from radix.tiered_pins import TieredPins
 from sgl_ext.engine.core.counters import counter
 from sgl_ext.engine.core.request_context import WHOLE_PROMPT
-from sgl_ext.engine.scheduler.pin_keeper import PinKeeper
+from sgl_ext.engine.scheduler.pins import PinKeeper
 from tests.engine.scheduler.test_pin_keeper import TTL_S, Cache, Tokens, marked, pressure, prompt
 
 DEVICE, HOST = Tier.DEVICE, Tier.HOST

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from sgl_ext.engine.tiers.host_flags import problems
+from sgl_ext.engine.topology import problems
 
 PLAIN = {
     "disaggregation_mode": "null",

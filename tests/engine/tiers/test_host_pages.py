@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from sgl_ext.engine.sglang_types import HostPool
-from sgl_ext.engine.tiers.host_pages import HostPages
+from sgl_ext.engine.tiers.shared_pages import HostPages
 from sgl_ext.settings.schema import SettingsError
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # SGLang warns while it is imported

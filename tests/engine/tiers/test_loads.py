@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from scheduler.load_cost import ENOUGH, PRIOR
-from sgl_ext.engine.tiers.loads import Loads
+from sgl_ext.engine.tiers.host_tier import Loads
 
 
 class Event:

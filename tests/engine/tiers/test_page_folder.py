@@ -19,9 +19,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sgl_ext.engine.tiers import ledger, page_folder
-from sgl_ext.engine.tiers.ledger import cost_of
-from sgl_ext.engine.tiers.page_folder import FolderError, PageFolder, Read, Written
+from sgl_ext.engine.tiers import page_folder
+from sgl_ext.engine.tiers.page_folder import FolderError, PageFolder, Read, Written, cost_of
 from tests.waiting import until
 
 MIB = 1 << 20
@@ -190,7 +189,7 @@ def test_processes_evict_together_what_was_used_least_recently(
 def test_what_is_listed_for_eviction_is_bounded(
     root: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(ledger, "_MOST_LISTED", 3)
+    monkeypatch.setattr(page_folder, "_MOST_LISTED", 3)
     pages = PageFolder(root, 10 * cost_of(124))
     space = pages.name_space("kv")
     for number in range(50):
@@ -266,7 +265,7 @@ def test_a_process_that_is_stopped_with_the_lock_delays_writes_for_a_limited_tim
     assert space.put("a", parts(b"page"), 1) is Written.WRITTEN
     other = os.open(root / "ledger", os.O_RDWR)
     fcntl.flock(other, fcntl.LOCK_EX)
-    monkeypatch.setattr(ledger, "PATIENCE_S", 0.0)
+    monkeypatch.setattr(page_folder, "PATIENCE_S", 0.0)
     assert space.put("b", parts(b"page"), 2) is Written.FAILED
     assert read(space, "a", 4) == b"page", "reading needs no lock"
     space.drop("a")

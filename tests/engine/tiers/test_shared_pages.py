@@ -15,7 +15,7 @@ import pytest
 import torch
 from prometheus_client import REGISTRY
 
-from sgl_ext.engine.tiers import identity, retirement
+from sgl_ext.engine.tiers import shared_pages
 from sgl_ext.settings.schema import SettingsError
 from sgl_ext.settings.shared_tier import tier_flags
 from tests.engine.tiers.test_host_pages import PAGES, mha, mla, page_of
@@ -47,7 +47,7 @@ def open_tier(root: Path, model: Path, monkeypatch: pytest.MonkeyPatch) -> Itera
     from sgl_ext.engine.tiers import shared_pages
 
     def opened(pool: Any = None, **changed: Any) -> Any:
-        arguments = dict.fromkeys(identity._ARGUMENTS, "as usual") | {"lora_paths": None}
+        arguments = dict.fromkeys(shared_pages._ARGUMENTS, "as usual") | {"lora_paths": None}
         arguments |= {"model_path": str(model)}
         arguments |= {name: changed[name] for name in changed if name in arguments}
         monkeypatch.setattr(shared_pages, "in_effect", lambda: SimpleNamespace(**arguments))
@@ -180,7 +180,7 @@ def test_an_engine_that_reads_the_rest_keeps_the_beginning(open_tier: Open, root
 def test_weights_that_change_while_serving_end_the_tier(open_tier: Open) -> None:
     tier = open_tier()
     tier.batch_set_v1(KEYS, ALL)
-    retirement.retire(None, None)
+    shared_pages.retire(None, None)
     assert tier.batch_exists(KEYS) == 0
     assert tier.batch_get_v1(KEYS, ALL) == [False] * 3
     assert tier.batch_set_v1(["d" * 64], ALL[:PAGE]) == [False]

@@ -14,7 +14,7 @@ import pytest
 import requests
 from sgl_ext_cpu.nursery import Nursery
 
-from sgl_ext.engine.tiers.ledger import cost_of
+from sgl_ext.engine.tiers.page_folder import cost_of
 from sgl_ext.settings.shared_tier import FOLDER_VARIABLE, tier_flags
 from tests.engine.scheduler.test_event_publisher import Engine, Watch, running_engine, text
 from tests.kinds import slow_but_for

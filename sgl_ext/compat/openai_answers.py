@@ -4,6 +4,8 @@
     "text_offset"   of log probabilities on completions: SGLang writes -1 for each token
 
 SGLang 0.5.23 does so. Other answers pass unchanged.
+
+Answers of OpenAI's protocols that hold no more than their schema has.
 """
 
 import re
@@ -16,6 +18,7 @@ import orjson
 from starlette.datastructures import Headers, MutableHeaders
 
 from sgl_ext.engine.core.request_context import context_in
+from sgl_ext.engine.sglang_types import Original
 from sgl_ext.protocols.chat import CHAT
 from sgl_ext.protocols.registry import COMPLETIONS
 
@@ -112,3 +115,12 @@ class _Answer:
             offsets.append(self._lengths[index])
             self._lengths[index] += len(token)
         return offsets
+
+
+def text_metadata(original: Original, meta_info: Any) -> dict[str, str] | None:
+    """Around `build_endpoint_weight_version_metadata`: `metadata` with texts only.
+
+    SGLang adds the list of weight versions, for which clients with strict types reject the answer.
+    """
+    metadata = original(meta_info)
+    return metadata and {key: text for key, text in metadata.items() if isinstance(text, str)}

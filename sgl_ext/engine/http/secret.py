@@ -18,8 +18,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from sgl_ext.compat.error_shape import EngineError
-from sgl_ext.compat.errors import send_error
+from sgl_ext.compat.errors import EngineError, send_error
 from sgl_ext.engine.arguments import in_effect
 from sgl_ext.engine.core.counters import counter
 from sgl_ext.engine.core.request_context import current_dry_run

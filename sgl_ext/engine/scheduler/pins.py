@@ -1,4 +1,6 @@
-"""The pins of one scheduler, as locks in its radix cache. `radix.tiered_pins` decides.
+"""What pins hold in SGLang's memory: locks on the device, locked copies on the host.
+
+The pins of one scheduler, as locks in its radix cache. `radix.tiered_pins` decides.
 
 All ranks of an engine must lock and unlock in the same iteration, or their memory differs and
 their collectives hang. So nothing here reads a clock: time comes from the timestamps of requests
@@ -6,16 +8,29 @@ and from the entry rank's ticks (`sgl_ext.engine.scheduler.iteration`), and all 
 equal on all ranks.
 
 A pin holds against the cache pressure of other prefixes, never against a live request
-(`sgl_ext.engine.scheduler.pin_pressure`). Where SGLang keeps host copies, a pin that gives way on
+(`sgl_ext.engine.scheduler.pins`). Where SGLang keeps host copies, a pin that gives way on
 the device spills: its host copy is locked instead, and eviction takes its device memory alone. It
 comes back to the device once a request has loaded it.
+
+Pins give way to live requests: on the device, in the order of `radix.pins`.
+
+    admission    `admit`: a request that does not fit is tried again with one pin less each time,
+                 from the owner that has most its least valuable, until it fits. If it never
+                 fits, all pins stay.
+    allocation   `make_room`: before decoding requests are retracted or an allocation fails, pins
+                 give way until there is enough memory.
+
+A pin that gives way spills to the host if it finds room there, and ends if it does not. Only what
+gives way is copied, and before anything is evicted.
 """
 
 from array import array
 from bisect import bisect_right
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
 from itertools import takewhile
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 from radix.pin import BUDGET, Pin
 from radix.tier import Tier
@@ -26,10 +41,81 @@ from sgl_ext.engine.core.request_context import WHOLE_PROMPT
 from sgl_ext.engine.core.shared_prefixes import group_salt
 from sgl_ext.engine.scheduler.state import compare, state_of
 from sgl_ext.engine.sglang_types import Req
-from sgl_ext.engine.tiers.pin_memory import PinLock, PinMemory
+from sgl_ext.engine.tiers.host_tier import HostCopies, HostLock
 
-if TYPE_CHECKING:
-    from sgl_ext.engine.scheduler.radix_cache import ExtendedRadixCache
+
+class Tree(Protocol):
+    """What is needed of the extension's radix cache."""
+
+    def lock(self, node: Any) -> Any: ...
+    def unlock(self, lock: Any) -> None: ...
+    def is_evicted(self, node: Any) -> bool: ...
+    def match_until(self, req: Req, tokens: int) -> tuple[int, Any]: ...
+    def inc_host_lock_ref(self, node: Any) -> Any: ...
+    def dec_host_lock_ref(self, node: Any, receipt: Any) -> None: ...
+    def full_evictable_size(self) -> int: ...
+    def swa_evictable_size(self) -> int: ...
+    def mamba_evictable_size(self) -> int: ...
+
+
+@dataclass(slots=True, eq=False)
+class PinLock:
+    """The memory of a pin, as the pin's label.
+
+    node: where its prefix ends in the tree.
+    segment: the deepest segment that ends at or before the pin's end, of the request that made it.
+    lock: of the prefix on the device; None while it is not locked there.
+    copy: the lock of its host copy; None while it has none.
+    is_shared: whether more than one session has used it.
+    """
+
+    node: Any
+    segment: int | None
+    lock: Any = None
+    copy: HostLock | None = None
+    is_shared: bool = False
+
+    @property
+    def tier(self) -> Tier:
+        return Tier.DEVICE if self.copy is None else Tier.HOST
+
+
+class PinMemory:
+    """The memory of pins in one cache. copies: of its prefixes; None where pins have none."""
+
+    def __init__(self, tree: Tree) -> None:
+        self.copies: HostCopies | None = None
+        self._tree = tree
+
+    def is_evicted(self, pin: Pin) -> bool:
+        """Whether a pin's prefix is no longer on the device."""
+        return self._tree.is_evicted(pin.label.node)
+
+    def lock(self, pins: Iterable[Pin]) -> None:
+        """Locks pins on the device."""
+        for pin in pins:
+            pin.label.lock = self._tree.lock(pin.label.node)
+
+    def unlock(self, pins: Iterable[Pin]) -> None:
+        """Gives up their locks on the device, if they have one."""
+        for pin in pins:
+            self._tree.unlock(pin.label.lock)
+            pin.label.lock = None
+
+    def copy(self, pin: Pin) -> bool:
+        """Whether a pin has a locked host copy, which is made if its prefix is on the device."""
+        label = pin.label
+        if label.copy is None and self.copies is not None and not self.is_evicted(pin):
+            label.copy = self.copies.lock(label.node)
+        return label.copy is not None
+
+    def unlock_copies(self, pins: Iterable[Pin]) -> None:
+        """Gives up their locks on the host, if they have one."""
+        for pin in pins:
+            if self.copies is not None and pin.label.copy is not None:
+                self.copies.unlock(pin.label.copy)
+                pin.label.copy = None
+
 
 _MOST_EXPIRED = 256  # at most about 3 ms
 _NO_HOST_MEMORY = "host memory"
@@ -48,7 +134,7 @@ class PinKeeper:
 
     def __init__(
         self,
-        cache: "ExtendedRadixCache",
+        cache: Tree,
         pins: TieredPins,
         page: int,
         is_entry_rank: bool,
@@ -282,3 +368,108 @@ def _segment_before(hints: Hints, tokens: int, prompt_tokens: int) -> int | None
     reached = hints.ends[-1] * tokens / prompt_tokens
     index = bisect_right(hints.ends, reached) - 1
     return hints.hashes[index] if index >= 0 else None
+
+
+class PinPressure:
+    """What memory pressure takes of the pins of `keeper` in `cache`."""
+
+    def __init__(self, cache: Tree, keeper: PinKeeper) -> None:
+        self._cache = cache
+        self._keeper = keeper
+        self._is_admitting = False
+
+    def admit(
+        self, req: Req, fits: Callable[[], bool], may_fit: Callable[[], bool] = lambda: True
+    ) -> bool:
+        """Whether `fits` becomes true with fewer pins on the device. If it does, those give way; if
+        it does not, all pins stay, except for those that `fits` evicted.
+
+        may_fit: tells, and evicts nothing, whether `fits` is worth the copies of all pins that are
+            unlocked for it.
+        """
+        keeper, memory = self._keeper, self._keeper.memory
+        own = keeper.pins.device.prefixes_of(space_of(req), key_of(req))
+        others = [pin for pin in keeper.pins.device.in_turns() if pin not in own]
+        unlocked: list[Pin] = []
+        uncopied: list[Pin] = []
+        with self._keep_match(req):
+            for freed in self._unlock_in_turn(others):
+                unlocked += freed
+                uncopied += freed
+                if may_fit():
+                    keeper.copy_for_spill(uncopied)
+                    uncopied.clear()
+                    if self._try(fits):
+                        keeper.give_way(unlocked)
+                        return True
+        evicted = [pin for pin in unlocked if memory.is_evicted(pin)]
+        keeper.give_way(evicted)
+        kept = [pin for pin in unlocked if pin not in evicted]
+        memory.lock(kept)
+        memory.unlock_copies(kept)
+        return False
+
+    def make_room(self, is_enough: Callable[[], bool]) -> None:
+        """Has pins give way, as `admit` does, until there is enough or none frees memory. It does
+        nothing within `admit`, which sees to that itself."""
+        if is_enough() or self._is_admitting:
+            return
+        for freed in self._unlock_in_turn(self._keeper.pins.device.in_turns()):
+            self._keeper.give_way(freed)
+            if is_enough():
+                return
+
+    def _try(self, fits: Callable[[], bool]) -> bool:
+        self._is_admitting = True
+        try:
+            return fits()
+        finally:
+            self._is_admitting = False
+
+    @contextmanager
+    def _keep_match(self, req: Req) -> Iterator[None]:
+        """Keeps what a request matched on the host, where room is made for copies."""
+        if self._keeper.memory.copies is None or not req.needs_host_load_back():
+            yield
+            return
+        node = req.best_match_node
+        receipt = self._cache.inc_host_lock_ref(node).to_dec_params()
+        try:
+            yield
+        finally:
+            self._cache.dec_host_lock_ref(node, receipt)
+
+    def _unlock_in_turn(self, pins: list[Pin]) -> Iterator[list[Pin]]:
+        """Unlocks, in this order, the pins that free memory when they are unlocked.
+
+        A pin frees nothing if a longer pin or a request holds the same tokens; once the longer
+        one is unlocked, it may. Groups that share a prefix may each have a pin on its node: these
+        are unlocked together. Last come the pins that free no tokens, but the state that a model
+        caches at their end.
+        """
+        memory, nodes = self._keeper.memory, _by_node(pins)
+        for evictable in (self._cache.full_evictable_size, self._states_evictable_size):
+            has_freed = True
+            while has_freed:
+                has_freed, useless = False, []
+                for of_node in nodes:
+                    before = evictable()
+                    memory.unlock(of_node)
+                    if evictable() > before:
+                        has_freed = True
+                        yield of_node
+                    else:
+                        memory.lock(of_node)
+                        useless.append(of_node)
+                nodes = useless
+
+    def _states_evictable_size(self) -> int:
+        return self._cache.swa_evictable_size() + self._cache.mamba_evictable_size()
+
+
+def _by_node(pins: list[Pin]) -> list[list[Pin]]:
+    """Pins grouped by their node; a group stands where its last pin stood."""
+    groups: dict[Any, list[Pin]] = {}
+    for pin in reversed(pins):
+        groups.setdefault(pin.label.node, []).append(pin)
+    return list(reversed(groups.values()))

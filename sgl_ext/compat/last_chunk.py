@@ -5,7 +5,7 @@ is aborted meanwhile, it drops the chunk that it has just computed. A client tha
 the same prompt again, as a rule, and an engine may compute such a chunk for seconds.
 """
 
-from sgl_ext.engine.core.slices import is_slice
+from sgl_ext.engine.core.hints import is_slice
 from sgl_ext.engine.scheduler.state import is_plain
 from sgl_ext.engine.sglang_types import Scheduler
 

@@ -1,5 +1,5 @@
 """What the chat template of a model's folder does, without an engine:
-`python -m sgl_ext.engine.http.template_folder FOLDER`.
+`python -m sgl_ext.compat.template_folder FOLDER`.
 
 It prints JSON. Contents are given to the template as SGLang gives them.
 """
@@ -8,8 +8,8 @@ import json
 import sys
 from typing import Any
 
+from sgl_ext.compat.template_model import Json, Render, observe
 from sgl_ext.engine import sglang_api
-from sgl_ext.templates.observation import Json, Render, observe
 
 
 def render_of(folder: str, **options: bool) -> Render:

@@ -5,6 +5,7 @@ that no later prompt has, so the answer is never read from the cache again.
 """
 
 import logging
+from collections import Counter
 from contextlib import suppress
 from functools import partial
 from inspect import unwrap
@@ -14,17 +15,26 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse
 from starlette.routing import Route
 
+from sgl_ext.compat.template_fitting import REASONING, Places, Plan, fitted, with_sayable_roles
+from sgl_ext.compat.template_model import (
+    INSTRUCTIONS,
+    Json,
+    Place,
+    Render,
+    TemplateModel,
+    call_in,
+    frame_of,
+    is_found_in_text,
+    observe,
+)
 from sgl_ext.engine import sglang_api
-from sgl_ext.engine.core.request_context import RequestContext, entered
+from sgl_ext.engine.core.counters import counter
+from sgl_ext.engine.core.request_context import RequestContext, current, entered
 from sgl_ext.engine.http.extension import installed
 from sgl_ext.engine.http.rendering import collecting
 from sgl_ext.engine.sglang_http_types import ServingChat
 from sgl_ext.engine.sglang_types import Original
 from sgl_ext.protocols.routes import TEMPLATE
-from sgl_ext.templates.fitting import REASONING, Plan
-from sgl_ext.templates.instructions import Places
-from sgl_ext.templates.model import INSTRUCTIONS, Place, TemplateModel
-from sgl_ext.templates.observation import Json, Render, call_in, frame_of, is_found_in_text, observe
 
 _NONE = "what writes this model's prompts takes no user's message"
 _logger = logging.getLogger(__name__)
@@ -86,6 +96,46 @@ def leave_instructions(original: Original, chat: ServingChat) -> bool:
     """In place of `OpenAIServingChat._resolve_inline_system_support`: SGLang leaves instructions
     where they are, and they are fitted to what writes the prompts."""
     return True
+
+
+def fit_messages(original: Original, chat: ServingChat, messages: Any, **options: Any) -> Any:
+    """Around `OpenAIServingChat._render_and_encode_chat_template`: gives the template messages of
+    which it loses nothing."""
+    plan = installed().plans.get(chat)
+    if plan is not None:
+        counts: Counter[str] = Counter()
+        messages = fitted(messages, plan, counts)
+        _count(counts)
+    return original(chat, messages, **options)
+
+
+def place_instructions(
+    original: Original, chat: ServingChat, request: Any, *args: Any, **kw: Any
+) -> Any:
+    """Around `OpenAIServingChat._process_messages`: the same for instructions, where no template
+    writes the prompts."""
+    places = installed().places.get(chat)
+    if places is not None and not places.have([message.role for message in request.messages]):
+        counts: Counter[str] = Counter()
+        given = [message.model_dump() for message in request.messages]
+        known = dict(zip(map(id, given), request.messages, strict=True))
+        request.messages = [
+            known.get(id(message)) or _parsed(message)
+            for message in with_sayable_roles(given, places, counts)
+        ]
+        _count(counts)
+    return original(chat, request, *args, **kw)
+
+
+def _parsed(message: dict[str, Any]) -> Any:
+    return sglang_api.ChatCompletionRequest(model="", messages=[message]).messages[0]
+
+
+def _count(counts: Counter[str]) -> None:
+    context = current()
+    if context is not None and context.renderings is None:
+        for what, times in (+counts).items():  # without zeros
+            counter("translated_parts").labels(context.path, what).inc(times)
 
 
 def _is_no_template(chat: ServingChat) -> bool:

@@ -1,27 +1,169 @@
-"""Finds out what a template does: words that occur nowhere else are said, and looked for.
+"""What a chat template does with roles, lists of parts, tools, thinking and calls.
+
+Ids of calls for templates that take no other ids than those of Mistral's own API.
+
+Finds out what a template does: words that occur nowhere else are said, and looked for.
 
 No name of a model or a template decides anything, so a template that is changed is observed anew.
 """
 
+import hashlib
 import json
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from enum import StrEnum
 from itertools import pairwise
 from typing import Any
 
-from sgl_ext.templates.call_ids import with_short_ids
-from sgl_ext.templates.model import (
-    INSTRUCTIONS,
-    ROLES,
-    Frame,
-    Lists,
-    Opening,
-    Place,
-    TemplateModel,
-    Tools,
-)
+INSTRUCTIONS = ("system", "developer")
+ROLES = (*INSTRUCTIONS, "user", "assistant", "tool")
+
+
+class Place(StrEnum):
+    """Where the text of a message is in the prompt."""
+
+    IN_PLACE = "in place"
+    HEAD = "moved to the head"
+    END = "moved to the end"
+    LOST = "lost"
+    REFUSED = "refused"
+
+
+class Lists(StrEnum):
+    """What becomes of a content that is a list of texts."""
+
+    WHOLE = "whole"
+    PARTLY = "partly lost"
+    LOST = "lost"
+    PRINTED = "printed as a list"
+    REFUSED = "refused"
+
+
+class Tools(StrEnum):
+    """Where the definitions of tools are."""
+
+    FIRST = "before the system text"
+    AFTER_SYSTEM = "behind the system text"
+    LAST = "in the last user's turn"
+    ABSENT = "nowhere"
+
+
+class Opening(StrEnum):
+    """What becomes of the text that opens an answer at the end of a prompt."""
+
+    KEPT = "kept"
+    LOST_BARE = "lost without thinking"
+    LOST = "lost in the next prompt"
+
+
+_IDS = {
+    (False, False): "not in the prompt",
+    (False, True): "in the prompt",
+    (True, False): "9 letters and digits, not in the prompt",
+    (True, True): "9 letters and digits, in the prompt",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Frame:
+    """What a template writes in an answer: what is before its thinking, the space after this, and
+    that before its text and before a call. "" where it writes none, or shows no thinking."""
+
+    before_thinking: str = ""
+    after_thinking: str = ""
+    before_text: str = ""
+    before_call: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class TemplateModel:
+    """What a template does. Each fact was seen on a rendered conversation.
+
+    first: the place of the first message's text, by its role.
+    later: the same of a message between turns, behind a user's and in front of the next.
+    lists: what becomes of lists of parts, by role.
+    tools: where tools are defined.
+    thinking: where an answer's thinking is in the prompt of the user's next turn: in place, lost,
+        or the template refuses it.
+    loop_thinking: the same in a loop of tool calls.
+    has_calls: whether a call is in the prompt.
+    has_text_with_calls: whether a text beside calls stays, and ahead of the results.
+    has_parallel_calls: whether both of two calls of one answer stay, and both results.
+    has_user_after_results: whether a user's text between results and the next answer stays.
+    has_call_ids: whether a call's id is in the prompt.
+    wants_short_ids: whether it refuses calls whose ids are not 9 letters and digits.
+    opening: whether what a prompt writes of the answer is in the prompt after it, in a loop of tool
+        calls.
+    grows_by_turns: whether the prompt of a turn is the beginning of the next one's, where a user
+        speaks between them.
+    grows_in_loops: the same in a loop of tool calls.
+    """
+
+    first: Mapping[str, Place]
+    later: Mapping[str, Place]
+    lists: Mapping[str, Lists]
+    tools: Tools
+    thinking: Place
+    loop_thinking: Place
+    has_calls: bool
+    has_text_with_calls: bool
+    has_parallel_calls: bool
+    has_user_after_results: bool
+    has_call_ids: bool
+    wants_short_ids: bool
+    opening: Opening
+    grows_by_turns: bool
+    grows_in_loops: bool
+
+    def lines(self) -> list[tuple[str, str]]:
+        """Its facts for a person: what it is about, and what was seen."""
+        rows = [(f"first {role}", str(place)) for role, place in self.first.items()]
+        rows += [(f"{role} between turns", str(place)) for role, place in self.later.items()]
+        rows += [(f"list of parts, {role}", str(kind)) for role, kind in self.lists.items()]
+        rows += [
+            ("tools", str(self.tools)),
+            ("thinking before a user's turn", str(self.thinking)),
+            ("thinking in a loop of tools", str(self.loop_thinking)),
+            ("calls", "kept" if self.has_calls else "lost or refused"),
+            ("text beside calls", "kept" if self.has_text_with_calls else "lost"),
+            ("parallel calls", "kept" if self.has_parallel_calls else "lost or refused"),
+            ("user after results", "kept" if self.has_user_after_results else "lost or refused"),
+            ("ids of calls", _IDS[self.wants_short_ids, self.has_call_ids]),
+            ("what opens an answer", str(self.opening)),
+            ("prompt of the next turn", "grows" if self.grows_by_turns else "changes"),
+            ("prompt in a loop of tools", "grows" if self.grows_in_loops else "changes"),
+        ]
+        return rows
+
 
 Json = dict[str, Any]
+LENGTH = 9
+
+
+def with_short_ids(messages: list[Json], counts: Counter[str]) -> list[Json]:
+    """Messages whose calls have ids of 9 letters and digits. The same id becomes the same one."""
+    return [_with_short_ids(message, counts) for message in messages]
+
+
+def _with_short_ids(message: Json, counts: Counter[str]) -> Json:
+    edits: Json = {}
+    if calls := message.get("tool_calls"):
+        edits["tool_calls"] = [{**call, "id": _short(call.get("id"))} for call in calls]
+    if "tool_call_id" in message:
+        edits["tool_call_id"] = _short(message["tool_call_id"])
+    if all(message[key] == value for key, value in edits.items()):
+        return message
+    counts["call_id"] += 1
+    return {**message, **edits}
+
+
+def _short(id: Any) -> str:
+    if isinstance(id, str) and len(id) == LENGTH and id.isalnum():
+        return id
+    return hashlib.blake2s(str(id).encode(), usedforsecurity=False).hexdigest()[:LENGTH]
+
+
 Render = Callable[[list[Json], list[Json]], str]
 """Renders messages and tools in OpenAI's form, as a prompt for an answer. Raises any error."""
 
@@ -53,10 +195,10 @@ def observe(render: Render, thinking: Render | None = None) -> TemplateModel:
             raise ValueError("the template renders no user's message")
         render, thinking = map(_with_tools, (render, thinking or render))
     thinking = thinking or render
-    shortened = _with_short_ids(render)
+    shortened = _rendering_short_ids(render)
     wants_short_ids = not _has(render, _called(), _KEY) and _has(shortened, _called(), _KEY)
     if wants_short_ids:
-        render, thinking = shortened, _with_short_ids(thinking)
+        render, thinking = shortened, _rendering_short_ids(thinking)
     return TemplateModel(
         first={role: _place_of_first(render, role) for role in INSTRUCTIONS},
         later={role: _place_of_later(render, role) for role in INSTRUCTIONS},
@@ -81,7 +223,7 @@ def _with_tools(render: Render) -> Render:
     return lambda messages, tools: render(messages, tools or list(_TOOLS))
 
 
-def _with_short_ids(render: Render) -> Render:
+def _rendering_short_ids(render: Render) -> Render:
     return lambda messages, tools: render(with_short_ids(messages, Counter()), tools)
 
 

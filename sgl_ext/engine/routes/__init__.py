@@ -1,1 +1,0 @@
-"""Paths that the extension adds to SGLang's HTTP server, or answers in its place."""

@@ -1,1 +1,0 @@
-"""What a chat template does with a conversation, and messages fitted to it."""
