@@ -16,7 +16,7 @@ import pytest
 import yaml
 from sgl_ext_cpu.node import ROOT
 
-from sgl_ext.membership.slice_selector import SliceSelector
+from sgl_ext.integrations.kubernetes import SliceSelector
 from sgl_ext.settings.schema import VARIABLE, EngineSettings
 from sgl_ext.settings.sources import balancer_settings, picker_settings
 

@@ -118,9 +118,9 @@ class _Kind(NamedTuple):
 _KINDS: Mapping[str, _Kind] = {
     "file": _Kind("PATH", "sgl_ext.membership.sources", "WatchedFile"),
     "kubernetes": _Kind(
-        "[NAMESPACE/]SERVICE", "sgl_ext.membership.kubernetes", "KubernetesSlices", "kubernetes"
+        "[NAMESPACE/]SERVICE", "sgl_ext.integrations.kubernetes", "KubernetesSlices", "kubernetes"
     ),
-    "ray": _Kind("ADDRESS/FLEET", "sgl_ext.membership.ray", "RayFleet", extra="ray"),
+    "ray": _Kind("ADDRESS/FLEET", "sgl_ext.integrations.ray.source", "RayFleet", extra="ray"),
 }
 FORMS = tuple(f"{scheme}:{kind.form}" for scheme, kind in _KINDS.items())
 

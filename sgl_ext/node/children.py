@@ -151,7 +151,7 @@ def _fleet_child(settings: LaunchSettings, logs: Path) -> Child:
         open_source(f"ray:{settings.ray_address}")
     except MembershipError as error:
         raise SettingsError(f"ray_address={settings.ray_address!r}: {error}") from None
-    command = [sys.executable, "-m", "sgl_ext.fleet.serve"]
+    command = [sys.executable, "-m", "sgl_ext.integrations.ray.keeper"]
     return _child(FLEET, command, settings.to_environment(), logs, "")
 
 

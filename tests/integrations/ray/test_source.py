@@ -16,8 +16,8 @@ from sgl_ext.membership.sources import open_source
 
 pytest.importorskip("ray")
 
-from sgl_ext.membership import ray as ray_source
-from sgl_ext.membership.ray import GONE_S, RENEWED_S, Entry, RayFleet, Renewals, decoded
+from sgl_ext.integrations.ray import source as ray_source
+from sgl_ext.integrations.ray.source import GONE_S, RENEWED_S, Entry, RayFleet, Renewals, decoded
 
 
 class Table:

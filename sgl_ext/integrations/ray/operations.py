@@ -4,11 +4,9 @@ import asyncio
 
 from msgspec.structs import replace
 
-from sgl_ext.fleet.cluster import Cluster, FleetError
-from sgl_ext.fleet.ending import end_engines
-from sgl_ext.fleet.orders import Board, Wanted
-from sgl_ext.membership.gcs import Gcs, gcs_address
-from sgl_ext.membership.ray import decoded, engines_key
+from sgl_ext.integrations.ray.cluster import Cluster, FleetError, end_engines
+from sgl_ext.integrations.ray.plan import Board, Wanted
+from sgl_ext.integrations.ray.source import Gcs, decoded, engines_key, gcs_address
 
 _LOOK_S = 1.0
 # A keeper says once a second that it is there.

@@ -20,7 +20,7 @@ from sgl_ext_cpu.node import running_balancer
 from sgl_ext_cpu.nursery import Nursery
 
 from tests.engine.scheduler.test_event_publisher import Engine, running_engine
-from tests.membership.kubernetes_api import (
+from tests.integrations.kubernetes.kubernetes_api import (
     KubernetesApi,
     Object,
     endpoint,

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
+from sgl_ext.integrations.kubernetes import SliceSelector
 from sgl_ext.membership.member import MembershipError
-from sgl_ext.membership.slice_selector import SliceSelector
 
 
 @pytest.mark.parametrize(

@@ -9,14 +9,13 @@ import pytest
 
 pytest.importorskip("ray")
 
-from sgl_ext.fleet import operations
-from sgl_ext.fleet.cluster import FleetError
-from sgl_ext.fleet.operations import NoRoom, Operations
-from sgl_ext.fleet.orders import Board, Status, Wanted
-from sgl_ext.membership.gcs import Gcs
+from sgl_ext.integrations.ray import operations
+from sgl_ext.integrations.ray.cluster import FleetError
+from sgl_ext.integrations.ray.operations import NoRoom, Operations
+from sgl_ext.integrations.ray.plan import Board, Status, Wanted
+from sgl_ext.integrations.ray.source import Entry, Gcs, engines_key
 from sgl_ext.membership.member import Member
-from sgl_ext.membership.ray import Entry, engines_key
-from tests.fleet.test_keeper import Table
+from tests.integrations.ray.test_keeper import Table
 
 
 class Keeper:

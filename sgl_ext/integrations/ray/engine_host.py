@@ -22,10 +22,9 @@ import msgspec
 import ray
 from msgspec.structs import replace
 
-from sgl_ext.fleet.orders import SECRET, Order
-from sgl_ext.membership.gcs import Gcs
+from sgl_ext.integrations.ray.plan import SECRET, Order
+from sgl_ext.integrations.ray.source import RENEWED_S, Entry, Gcs, engines_key
 from sgl_ext.membership.member import Member, MembershipError, State
-from sgl_ext.membership.ray import RENEWED_S, Entry, engines_key
 from sgl_ext.node import hardware
 from sgl_ext.node.child import Child
 from sgl_ext.node.failure import reason_of

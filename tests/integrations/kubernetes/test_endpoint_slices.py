@@ -8,8 +8,8 @@ from typing import Any
 import msgspec
 import pytest
 
-from sgl_ext.membership.endpoint_slices import EndpointSlice, Found, find_members
-from tests.membership.kubernetes_api import HTTP, endpoint, endpoint_slice, in_version
+from sgl_ext.integrations.kubernetes import EndpointSlice, Found, find_members
+from tests.integrations.kubernetes.kubernetes_api import HTTP, endpoint, endpoint_slice, in_version
 
 METRICS = {"name": "metrics", "port": 9090, "protocol": "TCP"}
 

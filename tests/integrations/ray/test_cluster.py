@@ -12,7 +12,7 @@ pytest.importorskip("ray")
 
 import ray
 
-from sgl_ext.fleet.cluster import Cluster, FleetError
+from sgl_ext.integrations.ray.cluster import Cluster, FleetError
 
 MISMATCH = """Version mismatch: The cluster was started with:
     Ray: 2.55.1

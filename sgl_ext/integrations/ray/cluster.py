@@ -6,7 +6,7 @@ node. Both are detached: they outlive the process that made them. All calls but 
 
 import asyncio
 import logging
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from contextlib import suppress
 from typing import Any
 
@@ -23,10 +23,9 @@ from ray.util.placement_group import (
 )
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-from sgl_ext.fleet.engine_host import EngineHost
-from sgl_ext.fleet.orders import Order, name_of, number_of
-from sgl_ext.fleet.plan import Room, too_small
-from sgl_ext.membership.gcs import gcs_address
+from sgl_ext.integrations.ray.engine_host import STOP_S, EngineHost
+from sgl_ext.integrations.ray.plan import Board, Order, Room, name_of, number_of, too_small
+from sgl_ext.integrations.ray.source import engines_key, gcs_address
 from sgl_ext.node.hardware import gpus_of_engine
 
 _PLACED_S = 10.0
@@ -181,3 +180,59 @@ def _actor(order: Order, group: Any) -> Any:
         num_cpus=bundle.get("CPU", 0),
     )
     return made.remote(msgspec.json.encode(order)).__ray_ready__.remote()
+
+
+log = logging.getLogger(__name__)
+
+ANSWER_S = 30.0
+"""How long an actor may take to answer, beside the work of the call itself."""
+
+
+async def end_engines(
+    cluster: Cluster,
+    board: Board,
+    fleet: str,
+    hurry: asyncio.Event,
+    numbers: Collection[int] | None = None,
+) -> None:
+    """Ends these engines, by default the whole fleet with what is wanted of it.
+
+    hurry: once it is set, no engine is waited for.
+    """
+    ending = numbers
+    if ending is None:
+        ending = await asyncio.to_thread(cluster.numbers)
+    limit_s = STOP_S + ANSWER_S
+    tasks = [
+        asyncio.create_task(remove_engine(cluster, board, fleet, number, "end", limit_s))
+        for number in ending
+    ]
+    hurried = asyncio.create_task(hurry.wait())
+    while not all(task.done() for task in tasks) and not hurried.done():
+        await asyncio.wait([hurried, *tasks], return_when=asyncio.FIRST_COMPLETED)
+        tasks = [task for task in tasks if not task.done()]
+    for task in [hurried, *tasks]:
+        task.cancel()
+    if tasks:
+        for number in ending:
+            await _kill(cluster, board, fleet, number)
+    groups = ending if numbers is not None else await asyncio.to_thread(cluster.grouped)
+    await asyncio.to_thread(cluster.release, groups)
+    if numbers is None:
+        await board.clear()
+
+
+async def remove_engine(
+    cluster: Cluster, board: Board, fleet: str, number: int, method: str, limit_s: float
+) -> None:
+    """Calls `drain` or `end` of an engine's actor, and kills it. Its placement group stays."""
+    try:
+        await cluster.ask(number, method, limit_s)
+    except FleetError as error:  # its node may be gone
+        log.warning("%s", error)
+    await _kill(cluster, board, fleet, number)
+
+
+async def _kill(cluster: Cluster, board: Board, fleet: str, number: int) -> None:
+    await asyncio.to_thread(cluster.kill, number)
+    await board.gcs.delete(engines_key(fleet, name_of(number)))

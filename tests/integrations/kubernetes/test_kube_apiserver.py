@@ -15,12 +15,19 @@ import pytest
 import yaml
 from sgl_ext_cpu.node import ROOT
 
-from sgl_ext.membership import kubernetes
-from sgl_ext.membership.kubernetes import KubernetesSlices
+from sgl_ext.integrations import kubernetes
+from sgl_ext.integrations.kubernetes import KubernetesSlices
 from sgl_ext.membership.member import Member, MembershipError
 from tests.balancer.wire import until
-from tests.membership.kube_apiserver import ADMIN, BALANCER, USER, Cluster, assets, running_cluster
-from tests.membership.kubernetes_api import (
+from tests.integrations.kubernetes.kube_apiserver import (
+    ADMIN,
+    BALANCER,
+    USER,
+    Cluster,
+    assets,
+    running_cluster,
+)
+from tests.integrations.kubernetes.kubernetes_api import (
     Object,
     endpoint,
     endpoint_slice,

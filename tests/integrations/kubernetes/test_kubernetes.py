@@ -9,11 +9,11 @@ from pathlib import Path
 import pytest
 from aiohttp.test_utils import TestServer
 
-from sgl_ext.membership import kubernetes
-from sgl_ext.membership.kubernetes import KubernetesSlices
+from sgl_ext.integrations import kubernetes
+from sgl_ext.integrations.kubernetes import KubernetesSlices
 from sgl_ext.membership.member import Member, MembershipError
 from tests.balancer.wire import until
-from tests.membership.kubernetes_api import (
+from tests.integrations.kubernetes.kubernetes_api import (
     KubernetesApi,
     endpoint,
     endpoint_slice,

@@ -27,8 +27,8 @@ def main(argv: Sequence[str]) -> None:
     try:
         for name in ("ray_address", "ray_fleet"):
             fields[name].convert(getattr(given, name), fields[name].flag)
-        from sgl_ext.fleet.cluster import FleetError
-        from sgl_ext.fleet.operations import Operations
+        from sgl_ext.integrations.ray.cluster import FleetError
+        from sgl_ext.integrations.ray.operations import Operations
     except SettingsError as error:
         raise SystemExit(f"sgl-ext: {error}") from None
     except ModuleNotFoundError as missing:

@@ -10,7 +10,7 @@ from msgspec.structs import replace
 
 pytest.importorskip("ray")
 
-from sgl_ext.fleet.orders import SECRET, Order, make_order, name_of, number_of
+from sgl_ext.integrations.ray.plan import SECRET, Order, make_order, name_of, number_of
 from sgl_ext.settings.schema import BalancerSettings, EngineSettings, LaunchSettings
 
 SECRET_VALUE = "0123456789abcdef"

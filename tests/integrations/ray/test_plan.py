@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from sgl_ext.fleet.plan import Engine, Room, Steps, is_settled, next_steps, too_small
+from sgl_ext.integrations.ray.plan import Engine, Room, Steps, is_settled, next_steps, too_small
 
 NOTHING = Steps((), ())
 

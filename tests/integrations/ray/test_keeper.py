@@ -12,14 +12,13 @@ from msgspec.structs import replace
 
 pytest.importorskip("ray")
 
-from sgl_ext.fleet import keeper as keeper_module
-from sgl_ext.fleet import serve
-from sgl_ext.fleet.cluster import Cluster, FleetError
-from sgl_ext.fleet.keeper import Keeper
-from sgl_ext.fleet.orders import Board, Order, Status
-from sgl_ext.membership.gcs import Gcs
+from sgl_ext.integrations.ray import keeper
+from sgl_ext.integrations.ray import keeper as keeper_module
+from sgl_ext.integrations.ray.cluster import Cluster, FleetError
+from sgl_ext.integrations.ray.keeper import Keeper
+from sgl_ext.integrations.ray.plan import Board, Order, Status
+from sgl_ext.integrations.ray.source import Entry, Gcs, engines_key
 from sgl_ext.membership.member import Member
-from sgl_ext.membership.ray import Entry, engines_key
 from sgl_ext.settings.schema import LaunchSettings
 
 SETTINGS = LaunchSettings(model_path="m", ray_address="auto", instances=2)
@@ -311,12 +310,12 @@ async def test_a_fleet_has_one_keeper(monkeypatch: pytest.MonkeyPatch) -> None:
         if looks < 3:
             await scene.board.report(Status(where="a, process 1", renewal=looks))
 
-    monkeypatch.setattr(serve, "_pause", look)
+    monkeypatch.setattr(keeper, "_pause", look)
     await scene.board.report(Status(where="a, process 1", renewal=0))
     with pytest.raises(FleetError, match="keeps this fleet already: a, process 1"):
-        await serve.require_no_keeper(scene.board, "sgl-ext")
+        await keeper.require_no_keeper(scene.board, "sgl-ext")
     looks = 3  # it renews nothing any more
-    await serve.require_no_keeper(scene.board, "sgl-ext")
+    await keeper.require_no_keeper(scene.board, "sgl-ext")
     assert await scene.board.status() is None
     await scene.keeper._report()
     await scene.board.report(Status(where="b, process 2", renewal=0))
