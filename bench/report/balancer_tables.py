@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from typing import Any
 
 from bench.report.charts import DECISIONS, Figures, proxies, routers, size_of
 from bench.report.labels import label
@@ -13,22 +14,20 @@ def routing(found: Figures) -> Iterator[Table]:
     rows = [
         (
             label(name),
-            *(look(one, f"ttft_p{percent}_ms") for percent in (50, 90, 99)),
+            *(look(one, f"ttft_p{percent}_ms") for percent in (50, 99)),
             look(one, "share_of_ideal"),
             look(one, "load_max_over_mean"),
-            look(one, "requests"),
         )
         for name, one in routers(found).items()
     ]
-    head = ("router", "TTFT p50, ms", "p90", "p99", "share of ideal cache", "load, most / mean")
-    yield Table((*head, "calls"), rows)
+    head = ("router", "TTFT p50, ms", "p99", "share of ideal cache", "load, most / mean")
+    yield Table(head, rows)
 
 
 def routing_harnesses(found: Figures) -> Iterator[Table]:
     columns = {
         "TTFT p50, ms": "ttft_p50_ms",
         "p95": "ttft_p95_ms",
-        "p99": "ttft_p99_ms",
         "cached": "cached_ratio",
         "load, most / mean": "load_max_over_mean",
         "moves": "moves",
@@ -53,27 +52,29 @@ def proxy_profile(found: Figures) -> Iterator[Table]:
 _JUDGED = {
     "TTFT p50, ms": "ttft_ms_p50",
     "TTFT p99, ms": "ttft_ms_p99",
-    "tokens per second of a stream": "stream_tokens_per_s_p50",
-    "tokens per second": "tokens_per_s",
     "cached share, by the judge": "cached_share",
     "by the engines": "engines_cached_share",
 }
 
 
 def judges(found: Figures) -> Iterator[Table]:
+    rows: list[tuple[Any, ...]] = []
+    ratios: list[tuple[Any, ...]] = []
     for judge, loads in found.items():
         for load, arms in loads.items() if isinstance(loads, Mapping) else ():
             named = {name: arm for name, arm in arms.items() if isinstance(arm, Mapping)}
             ratio = named.pop("stock_over_ours_ttft_p50", None)
-            rows = [
-                (label(name), arm["refused"], *[""] * (len(_JUDGED) - 1))
+            of = f"{judge}, {load}: "
+            rows += [
+                (of + label(name), arm["refused"], *[""] * (len(_JUDGED) - 1))
                 if "refused" in arm
-                else (label(name), *(arm.get(key) for key in _JUDGED.values()))
+                else (of + label(name), *(arm.get(key) for key in _JUDGED.values()))
                 for name, arm in named.items()
             ]
-            yield Table((f"{judge}, {load}", *_JUDGED), rows)
             if ratio:
-                yield Table(("", ""), [(f"TTFT p50, {load}: SGLang / sgl-ext", ratio)])
+                ratios.append((f"TTFT p50, {judge}, {load}: SGLang / sgl-ext", ratio))
+    yield Table(("judge, load, arm", *_JUDGED), rows)
+    yield Table(("", ""), ratios)
 
 
 def misroute(found: Figures) -> Iterator[Table]:
@@ -93,7 +94,6 @@ def proxy(found: Figures) -> Iterator[Table]:
         "CPU, microseconds a request": "cpu_us_per_request",
         "requests per second": "rps",
         "added TTFT, ms": "added_ttft_p50_ms",
-        "added time of an answer, ms": "added_p50_ms",
     }
     every = proxies(found)
     for size in dict.fromkeys(size for sizes in every.values() for size in sizes):
@@ -169,7 +169,9 @@ def templates(found: Figures) -> Iterator[Table]:
 
 
 def _by_protocol(shares: Mapping[str, float] | None) -> str | None:
-    """What of an answer the next prompt has again, for each protocol."""
+    """What of an answer the next prompt has again, for each protocol unless all are alike."""
     if shares is None:
         return None
+    if len(set(shares.values())) == 1:
+        return f"{next(iter(shares.values())):.2f}"
     return ", ".join(f"{name} {share:.2f}" for name, share in shares.items())

@@ -7,47 +7,71 @@ from typing import Any
 
 from bench.report.charts import Figures, turns
 from bench.report.labels import PIN_LABELS, TIER_LABELS, label
-from bench.report.tables import Table, any_table, arms_table, is_not_valid, look, named_table
+from bench.report.tables import Table, arms_table, is_not_valid, look, middle, named_table
 
 _DECODING = {
     "tokens per second of all streams, sgl-ext / SGLang": ("tokens_per_s_ratio",),
-    "tokens per second of one stream, sgl-ext / SGLang": ("stream_tokens_per_s_ratio",),
 }
 """Where the serving benches report how fast both sides generate, without a queue."""
 
 
 def warm_turn(found: Figures) -> Iterator[Table]:
+    """All lengths on the first path; on the others that of the README."""
+    rows: list[tuple[Any, ...]] = []
     for path in (path for path in found if path.startswith("/")):
-        rows = []
         for planned, one in turns(found, path).items():
-            arms = [look(one, arm) for arm in ("stock", "ours")]
+            if rows and path != rows[0][0] and planned != _USUAL:
+                continue
             tokens = look(one, "ours", "prompt_tokens") or planned
-            times = [look(arm or {}, key) for key in ("ttft_ms", "host_ms") for arm in arms]
-            ratios = [look(one, "ttft_ratio"), look(one, "host_ratio")]
-            rows.append((tokens, times[0], times[1], ratios[0], times[2], times[3], ratios[1]))
-        ttft, host = "TTFT, ms", "host time, ms"
-        yield Table(
-            (
-                f"tokens, `{path}`",
-                *(f"SGLang: {ttft}", f"sgl-ext: {ttft}", "SGLang / sgl-ext"),
-                *(f"SGLang: {host}", f"sgl-ext: {host}", "SGLang / sgl-ext"),
-            ),
-            rows,
-        )
-    yield named_table(found, {"cold turn: sgl-ext / SGLang": ("cold_ratio",)})
-    yield from _stages(turns(found).get(52_000, {}))
-    yield from any_table(look(found, "tokens_per_s"), "tokens per second")
-    yield from any_table(
-        look(found, "per_token_ms"), "each token of an answer, ms of CPU, messages"
+            keys = ("stock", "ttft_ms"), ("ours", "ttft_ms"), ("ttft_ratio",)
+            host = ("stock", "host_ms"), ("ours", "host_ms"), ("host_ratio",)
+            rows.append((path, tokens, *(look(one, *key) for key in (*keys, *host))))
+    ttft, host_time, ratio = "TTFT, ms", "host time, ms", "SGLang / sgl-ext"
+    yield Table(
+        (
+            *("path", "tokens"),
+            *(f"SGLang: {ttft}", f"sgl-ext: {ttft}", ratio),
+            *(f"SGLang: {host_time}", f"sgl-ext: {host_time}", ratio),
+        ),
+        rows,
     )
-    yield from any_table(look(found, "copies_ms"), "copies of messages, ms of CPU, messages")
+    yield named_table(
+        found,
+        {
+            "cold turn: sgl-ext / SGLang": ("cold_ratio",),
+            "tokens per second of all streams, sgl-ext / SGLang": (
+                *("tokens_per_s", "total", "ours_of_stock"),
+            ),
+        },
+    )
+    yield from _stages(turns(found).get(_USUAL, {}))
+    yield _of_messages(found)
+
+
+_USUAL = 52_000
+
+
+def _of_messages(found: Figures) -> Table:
+    """What grows with the number of messages, at the largest number."""
+    rows = []
+    for what, key in (("each token of an answer", "per_token_ms"), ("copies", "copies_ms")):
+        sizes = look(found, key) or {}
+        for count in list(sizes)[-1:]:
+            both = (look(sizes, count, arm) for arm in ("stock", "ours"))
+            rows.append((f"{what}, {count} messages, ms of CPU", *both))
+    return Table(("", "SGLang", "sgl-ext"), rows)
 
 
 def _stages(of_size: Figures) -> Iterator[Table]:
-    """Medians of each stage in both arms."""
+    """Medians of each stage in both arms, of those that take a millisecond in one of them."""
     arms = [look(of_size, arm, "stages_ms") or {} for arm in ("stock", "ours")]
-    rows = [(label(name), *(arm.get(name, 0) for arm in arms)) for name in {**arms[0], **arms[1]}]
+    both = ((name, [arm.get(name, 0) for arm in arms]) for name in {**arms[0], **arms[1]})
+    rows = [(label(name), *times) for name, times in both if max(map(_ms, times)) >= 1]
     yield Table(("stage of a turn of 52K tokens", "SGLang, ms", "sgl-ext, ms"), rows)
+
+
+def _ms(value: Any) -> float:
+    return middle(value) or 0.0
 
 
 def long_history(found: Figures) -> Iterator[Table]:
@@ -73,13 +97,14 @@ def long_history(found: Figures) -> Iterator[Table]:
             _peak(one, "stock", process),
             look(mib, "peak"),
         )
-        for one in sizes.values()
+        for one in list(sizes.values())[-1:]
         for process, mib in (look(one, "ours", "warm", "mib") or {}).items()
     ]
     yield Table(("tokens", "process", "SGLang: peak, MiB", "sgl-ext: peak, MiB"), peaks)
     alone = {size: look(one, "alone") or {} for size, one in sizes.items()}
     stages = dict.fromkeys(stage for of in alone.values() for stage in of)
-    cpu = [(label(name), *(look(of, name, "cpu_ms") for of in alone.values())) for name in stages]
+    times = {name: [look(of, name, "cpu_ms") for of in alone.values()] for name in stages}
+    cpu = [(label(name), *of) for name, of in times.items() if max(map(_ms, of)) >= 1]
     pauses = (look(one, "loop_pause_ms") for one in sizes.values())
     cpu.append(("longest pause of the balancer's event loop", *pauses))
     heads = (f"{int(size):,} tokens" for size in alone)
@@ -141,7 +166,6 @@ def pin_flood(found: Figures) -> Iterator[Table]:
             "after the TTL": ("cached_share_after_ttl",),
             "TTFT p50, ms": ("ttft_p50_ms",),
             "TTFT p99, ms": ("ttft_p99_ms",),
-            "tokens per second of the flood": ("flood_tokens_per_s",),
         },
         labels=PIN_LABELS,
     )
@@ -168,9 +192,7 @@ def tiers(found: Figures) -> Iterator[Table]:
             "cached share": ("cached_share",),
             "TTFT p50, ms": ("ttft_p50_ms",),
             "TTFT p99, ms": ("ttft_p99_ms",),
-            "mean, ms": ("ttft_mean_ms",),
             "tokens per second": ("tokens_per_s",),
-            "of unpinned work": ("unpinned_tokens_per_s",),
         },
         labels=TIER_LABELS,
     )
@@ -180,7 +202,6 @@ def tiers(found: Figures) -> Iterator[Table]:
             "prefixes / cache": ("working_set_over_pool",),
             "TTFT p50, with tiers / HiCache": ("ttft_p50_vs_hicache",),
             "TTFT p50, with tiers / without": ("ttft_p50_vs_release",),
-            "mean TTFT, with tiers / HiCache": ("ttft_mean_vs_hicache",),
             "throughput of unpinned work, with tiers / HiCache": ("unpinned_throughput_ratio",),
             "requests that waited on a pin": ("waited_on_pin",),
             "TTFT of a session that moved, shared tier / computed again": (

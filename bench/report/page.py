@@ -6,12 +6,12 @@ Every figure comes from the document. What was not measured, failed or was not v
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from bench.report.charts import Chart, Figures, charts
 from bench.report.contents import SECTIONS, Section
-from bench.report.peers import PEERS, peer_rows
+from bench.report.peers import IN_README, PEERS, peer_rows
 from bench.report.plots import image_name
 from bench.report.tables import NO_DIFFERENCE, Table, shown, table
 
@@ -19,27 +19,26 @@ Report = Mapping[str, Any]
 
 MADE = "<!-- Made by `make report`. -->"
 _END = "<!-- The end of that. -->"
-_README_CHARTS = ("ttft-by-length", "routers")
+ON_A_CPU = (
+    "These figures are of a CPU with small local models. No report of a GPU has been committed yet."
+)
 _INTRODUCTION = f"""\
 {MADE}
 
-# Benchmarks
+# Measured
 
-`make report` measures what is on this page, draws the plots and writes the page. \
-The steps of `make report REPORT='--only tiers judges agents_jobs agents_ablation held_agents \
-unequal_engines scale epp'` are not among the 45 minutes: pins in host memory, load generators of \
-other projects, whole jobs of agents, engines of unequal speed, large fleets and the endpoint \
-picker. Engines are real SGLang processes with \
-small local models on the CPU, unless a section says otherwise, so that absolute times are not \
-those of a GPU. Each comparison is of arms that ran on the same machine in the same run.
+`make report` measures what is on this page and writes it, in 45 minutes; \
+`make report REPORT='--only tiers judges agents_jobs agents_ablation held_agents unequal_engines \
+scale epp'` measures the sections that take longer. Engines are real SGLang processes with small \
+local models on the CPU, unless a section says otherwise: absolute times are not those of a GPU. \
+Arms that are compared ran on the same machine in the same run.
 """
 _HOW_TO_READ = f"""\
 A figure with a range is the median of all rounds, then the smallest and the largest: \
-`18.4 (17.9 to 21)`. A ratio whose range contains 1 shows no difference, and says \
-"{NO_DIFFERENCE}". A figure without a range is over all requests of all rounds, or was measured \
-once. A step is "not valid" if it could not make the load that it is about: for example, the \
-engine answered faster than requests came.
+`18.4 (17.9–21)`. A ratio whose range contains 1 says "{NO_DIFFERENCE}". A step is "not valid" if \
+it could not make the load that it is about.
 """
+_HEAD = ("measured", "against", "theirs", "sgl-ext")
 _NOT_RUN = "no report has been committed yet"
 _OTHERS = """\
 ## What other commands measure
@@ -57,7 +56,7 @@ _OTHERS = """\
 def page(report: Report) -> str:
     """The page."""
     drawn = charts(figures_of(report))
-    parts = [_INTRODUCTION, *_run(report), "## How to read it\n", _HOW_TO_READ, *_against(report)]
+    parts = [_INTRODUCTION, _HOW_TO_READ, *_run(report), *_against(report)]
     for section in SECTIONS:
         step = _steps(report).get(section.step)
         if step is not None or section.step != "gpu":
@@ -73,13 +72,11 @@ def figures_of(report: Report) -> dict[str, Figures]:
 
 
 def with_readme_part(readme: str, report: Report) -> str:
-    """The README with its plots and table brought up to date."""
-    drawn = charts(figures_of(report))
-    lines = [MADE, ""]
-    for name in _README_CHARTS:
-        if name in drawn:
-            lines += [*_image(drawn[name], "docs/images"), ""]
-    lines += [*table(("measured", "against", "theirs", "sgl-ext"), peer_rows(_found(report))), ""]
+    """The README with its figures brought up to date."""
+    rows = peer_rows(_found(report))[:IN_README]
+    lines = [MADE, "", *table(_HEAD, rows), ""]
+    if "gpu" not in figures_of(report):
+        lines += [ON_A_CPU, ""]
     some = (
         " Some figures are from another machine: the page says which." if _elsewhere(report) else ""
     )
@@ -105,17 +102,10 @@ def _run(report: Report) -> Iterator[str]:
         yield f"Nothing is measured here: {_NOT_RUN}.\n"
         return
     yield f"{_measured_on(report)} [All figures](benchmarks.json).\n"
-    rows = [
-        (
-            step["name"],
-            f"`{step['command']}`",
-            step["status"],
-            f"{step['seconds']:.0f}",
-            step["why"],
-        )
-        for step in report["steps"]
-    ]
-    yield "\n".join(table(("step", "command", "ended", "seconds", "why"), rows)) + "\n"
+    rows = [(step["name"], step["status"], step["why"]) for step in report["steps"]]
+    bad = [row for row in rows if row[1] != "ok"]
+    if bad:
+        yield "\n".join(table(("step", "ended", "why"), bad)) + "\n"
     minutes = sum(step["seconds"] for step in report["steps"]) / 60
     yield f"All steps together took {minutes:.0f} minutes.\n"
     others = sorted({step["commit"] for step in report["steps"]} - {report["commit"]})
@@ -154,18 +144,10 @@ def _measured_on(report: Report) -> str:
 
 def _against(report: Report) -> Iterator[str]:
     versions = {**report.get("packages", {}), **report.get("peers", {})}
-    rows = [
-        (peer.name, peer.what, versions.get(peer.key) or "", ", ".join(_links(peer.steps)))
-        for peer in PEERS
-    ]
+    rows = [(peer.name, peer.what, versions.get(peer.key) or "") for peer in PEERS]
     yield "## Against whom\n"
-    yield "\n".join(table(("peer", "what it is", "version", "sections"), rows)) + "\n"
-
-
-def _links(steps: Sequence[str]) -> Iterator[str]:
-    for section in SECTIONS:
-        if section.step in steps:
-            yield f"[{section.title}](#{anchor(section.title)})"
+    yield "\n".join(table(("peer", "what it is", "version"), rows)) + "\n"
+    yield "\n".join(table(_HEAD, peer_rows(_found(report)))) + "\n"
 
 
 def anchor(title: str) -> str:
@@ -176,9 +158,8 @@ def anchor(title: str) -> str:
 def _section(
     section: Section, step: Mapping[str, Any] | None, chart: Chart | None
 ) -> Iterator[str]:
-    yield from (f"## {section.title}", "", section.text)
-    if section.page:
-        yield f"More: [{section.page}]({section.page})."
+    more = f" More: [{section.page}]({section.page})." if section.page else ""
+    yield from (f"## {section.title}", "", section.text + more)
     if step is None:
         yield from ("", "**Not run.**")
         return

@@ -1,4 +1,4 @@
-"""Whom sgl-ext is compared with, and the README's table: one line for each comparison."""
+"""Whom sgl-ext is compared with: one line for each comparison, three of them in the README."""
 
 from __future__ import annotations
 
@@ -12,34 +12,20 @@ from bench.report.tables import look, shown
 
 @dataclass(frozen=True)
 class Peer:
-    """key: under which the document has its version. steps: that compare with it."""
+    """key: under which the document has its version."""
 
     key: str
     name: str
     what: str
-    steps: tuple[str, ...]
 
 
-_SGLANG_STEPS = (
-    "warm_turn",
-    "long_history",
-    "judges",
-    "fanout",
-    "pin_flood",
-    "tiers",
-    "priority",
-    "speculative_prefill",
-)
-_ROUTING = ("routing", "routing_kind", "routing_unkind", "routing_harnesses")
 PEERS = (
-    Peer(
-        "sglang", "SGLang", "the engine without our plugin, and with its own caches", _SGLANG_STEPS
-    ),
-    Peer("sglang-router", "sglang-router", "SGLang's router, cache-aware", (*_ROUTING, "proxy")),
-    Peer("smg", "smg", "a gateway for engines, with several policies", (*_ROUTING, "proxy")),
-    Peer("vllm-router", "vllm-router", "vLLM's router, sticky sessions", (*_ROUTING, "proxy")),
-    Peer("nginx", "nginx", "a plain proxy: it chooses nothing", ("proxy",)),
-    Peer("ai-dynamo-runtime", "Dynamo", "the prefix index of its KV router", ("index",)),
+    Peer("sglang", "SGLang", "the engine without our plugin, and with its own caches"),
+    Peer("sglang-router", "sglang-router", "SGLang's router, cache-aware"),
+    Peer("smg", "smg", "a gateway for engines, with several policies"),
+    Peer("vllm-router", "vllm-router", "vLLM's router, sticky sessions"),
+    Peer("nginx", "nginx", "a plain proxy: it chooses nothing"),
+    Peer("ai-dynamo-runtime", "Dynamo", "the prefix index of its KV router"),
 )
 
 
@@ -136,15 +122,12 @@ _LINES = (
         )
         for key, name in _ROUTERS.items()
     ),
-    *(
-        _Line(
-            "CPU of the proxy for a body of 300 B / 200 KB, microseconds",
-            name,
-            "proxy",
-            _cost(key),
-            _cost("ours"),
-        )
-        for key, name in (*_ROUTERS.items(), ("nginx", "nginx"))
+    _Line(
+        "CPU of the proxy for a body of 300 B / 200 KB, microseconds",
+        "vllm-router",
+        "proxy",
+        _cost("vllm_router"),
+        _cost("ours"),
     ),
     _Line(
         "lookup in the prefix index for 1,024 engines, microseconds",
@@ -154,6 +137,10 @@ _LINES = (
         ((*_LOOKUP, "ours_us", "lookup_p50"),),
     ),
 )
+
+
+IN_README = 3
+"""The first rows that the README has."""
 
 
 def peer_rows(found: Mapping[str, Figures | str]) -> list[tuple[str, str, str, str]]:

@@ -85,7 +85,7 @@ def extremes(value: Any) -> tuple[float, float] | None:
 
 
 def shown(value: Any) -> str:
-    """A figure with its spread: `18.4 (17.9 to 21)`. A ratio whose spread crosses 1 says so."""
+    """A figure with its spread: `18.4 (17.9–21)`. A ratio whose spread crosses 1 says so."""
     if value is None:
         return NOT_REPORTED
     if is_not_valid(value):
@@ -93,7 +93,7 @@ def shown(value: Any) -> str:
     if is_spread(value) and value.get("rounds") == 1:
         return number(value["median"])
     if is_spread(value):
-        text = f"{number(value['median'])} ({number(value['min'])} to {number(value['max'])})"
+        text = f"{number(value['median'])} ({number(value['min'])}–{number(value['max'])})"
         return f"{text}: {NO_DIFFERENCE}" if value.get("crosses_1") else text
     return number(value)
 

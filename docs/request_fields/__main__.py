@@ -5,6 +5,7 @@ PYTHON is an interpreter that has a newer OpenAI SDK than SGLang's own.
 
 import asyncio
 import json
+import re
 import subprocess
 import sys
 from collections import defaultdict
@@ -29,19 +30,22 @@ from sgl_ext.engine.fields.ranges import GENERATION, SAMPLING, Elsewhere, Intern
 
 PAGE = Path(__file__).parents[1] / "reference" / "request-fields.md"
 _ROOT = "request"
+_FIELDS = "| field | |\n|---|---|"
 _HEAD = """# Request fields
 
-What becomes of each field that the vendors' SDKs can send. `python -m docs.request_fields` makes
-this page from requests with and without each field. Objects have the names of the SDKs' types.
+What becomes of each field that the vendors' SDKs can send, from requests with and without it.
+Objects have the names of the SDKs' types, without `Beta`, `Param` and dates.
 
-| state | meaning |
+| | meaning |
 |---|---|
 | acted on | with it, the model, its sampler or the cache gets something else than without it |
-| acted on in the balancer | the balancer does it, and an engine does not see the field |
-| translated or left out, and counted | [by this name](../guide/clients.md#what-is-translated) |
-| refused by name | an error with status 400 |
+| balancer | the balancer acts on it, and an engine does not see it |
+| counted | translated or left out, [by this name](../guide/clients.md#what-is-translated) |
+| refused | an error with status 400, which names the field |
 | harmless | nothing acts on it, and the answer means the same |
 """
+_SHOWN = {ELSEWHERE: "balancer", COUNTED: "counted", REFUSED: "refused"}
+_ABOUT_TYPES = re.compile(r"^Beta|_?20\d{6}|(Param)+$")
 
 
 def read_schemas(openai_python: str | None = None) -> dict[str, dict[str, Any]]:
@@ -80,7 +84,7 @@ def _generate() -> Iterator[str]:
     """The section of SGLang's own path, whose fields are those of its requests."""
     yield "\n## /generate, by SGLang's own classes\n"
     yield "Their values are in [ranges of fields](limits.md). Other fields are ignored.\n"
-    yield "| field | state | |\n|---|---|---|"
+    yield _FIELDS
     for prefix, table in (("", GENERATION), ("sampling_params.", SAMPLING)):
         groups: dict[tuple[str, str], list[str]] = defaultdict(list)
         for name, check in table.items():
@@ -89,24 +93,28 @@ def _generate() -> Iterator[str]:
                 state, why = HARMLESS, str(check)
             groups[state, why].append(prefix + name)
         for (state, why), names in groups.items():
-            yield f"| {_names(names)} | {state} | {why} |"
+            yield f"| {_names(names)} | {_became(state, why)} |"
 
 
 def _tables(states: list[State]) -> Iterator[str]:
-    yield "| field | state | |\n|---|---|---|"
+    yield _FIELDS
     own = [state for state in states if state.object == _ROOT]
     for (state, text), group in _groups(own, lambda each: (each.state, _text(each))):
-        yield f"| {_names(each.field for each in group)} | {state} | {text} |"
-    yield "\n| fields of objects | state | |\n|---|---|---|"
+        yield f"| {_names(each.field for each in group)} | {_became(state, text)} |"
+    yield "\n| fields of objects | |\n|---|---|"
     others = [state for state in states if state.object != _ROOT]
     for (state, text), group in _groups(others, lambda each: (each.state, _text(each))):
         rows = [
-            f"{_short(name)}: {_names(each.field for each in of_one)}"
-            for name, of_one in _groups(group, lambda each: each.object)
+            f"{name}: {_names(dict.fromkeys(each.field for each in of_one))}"
+            for name, of_one in _groups(group, lambda each: _short(each.object))
         ]
         if state == COUNTED:  # whole objects
-            rows = [f"{_names(dict.fromkeys(_short(each.object) for each in group))}"]
-        yield f"| {'; '.join(rows)} | {state} | {text} |"
+            rows = [_names(dict.fromkeys(_short(each.object) for each in group))]
+        yield f"| {'; '.join(rows)} | {_became(state, text)} |"
+
+
+def _became(state: str, text: str) -> str:
+    return ": ".join(part for part in (_SHOWN.get(state, state), text) if part)
 
 
 def _groups(states: Iterable[State], key: Any) -> list[tuple[Any, list[State]]]:
@@ -129,7 +137,7 @@ def _text(state: State) -> str:
 
 
 def _short(name: str) -> str:
-    return name.rpartition("__")[2]
+    return _ABOUT_TYPES.sub("", name.rpartition("__")[2])
 
 
 def _names(names: Iterable[str]) -> str:

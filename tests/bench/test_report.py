@@ -84,13 +84,13 @@ def section(text: str, title: str) -> str:
 def test_a_figure_is_shown_with_its_spread_and_its_command() -> None:
     found = section(page(report(step("warm_turn", WARM))), "A turn whose prefix is cached")
     assert "    python -m bench.warm_turn --quick\n" in found
-    assert "| 52,007 | 88 (84 to 90) | 31 (30 to 35) | 2.84" in found
+    assert "| 52,007 | 88 (84–90) | 31 (30–35) | 2.84" in found
     assert "images/benchmarks-ttft-by-length-dark.svg" in found
 
 
 def test_a_ratio_whose_spread_crosses_1_shows_no_difference() -> None:
     found = page(report(step("warm_turn", WARM)))
-    assert "| cold turn: sgl-ext / SGLang | 1 (0.98 to 1.03): no difference shown |" in found
+    assert "| cold turn: sgl-ext / SGLang | 1 (0.98–1.03): no difference shown |" in found
 
 
 def test_what_failed_was_not_valid_or_did_not_run_is_shown_as_such_and_without_figures() -> None:
@@ -147,12 +147,12 @@ def test_steps_of_another_machine_are_named(tmp_path: Path) -> None:
     )
 
 
-def test_the_readme_has_plots_and_figures_of_the_same_document() -> None:
+def test_the_readme_has_figures_of_the_same_document_and_says_of_which_machine() -> None:
     readme = (ROOT / README).read_text()
     text = with_readme_part(readme, report(step("warm_turn", WARM)))
-    line = "| TTFT of a cached turn of 52K tokens, ms | SGLang | 88 (84 to 90) | 31 (30 to 35) |"
+    line = "| TTFT of a cached turn of 52K tokens, ms | SGLang | 88 (84–90) | 31 (30–35) |"
     assert line in text
-    assert "docs/images/benchmarks-ttft-by-length-light.svg" in text
+    assert "of a CPU" in text
     assert "| not run | not run |" in text
     assert with_readme_part(text, report()) == with_readme_part(readme, report())
 
