@@ -36,15 +36,13 @@ from sgl_ext.balancer.relay.preparation import NOT_PREPARED, Preparation, ask, p
 from sgl_ext.balancer.relay.reading import BodyReader
 from sgl_ext.balancer.routing.router import Router
 from sgl_ext.balancer.routing.workers import Workers
-from sgl_ext.balancer.store.sqlite_documents import SqliteDocuments
-from sgl_ext.balancer.store.sqlite_file import IN_MEMORY, DocumentStore
-from sgl_ext.balancer.store.sqlite_thread import StoreThread
+from sgl_ext.balancer.store.sqlite import DocumentStore, SqliteDocuments, StoreThread
 from sgl_ext.engine.core.request_context import RequestContext, context_of
 from sgl_ext.engine.http import request_hook
 from sgl_ext.limits.byte_account import ByteAccount
 from sgl_ext.protocols.errors import BalancerError
 from sgl_ext.reading.strip import HeaderStrip
-from sgl_ext.settings.schema import EngineSettings
+from sgl_ext.settings.schema import IN_MEMORY, EngineSettings
 from sgl_ext.tenants import Tenants
 from tests.fuzz import documents
 from tests.fuzz.client_side import forwarded

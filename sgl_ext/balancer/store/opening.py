@@ -10,14 +10,13 @@ from typing import TYPE_CHECKING
 from sgl_ext.balancer.metrics.registry import Metrics
 from sgl_ext.balancer.store.documents import Documents, StoreUnreachable, StoreUnusable
 from sgl_ext.balancer.store.shared_state import SharedState
-from sgl_ext.balancer.store.sqlite_documents import SqliteDocuments
-from sgl_ext.balancer.store.sqlite_file import IN_MEMORY, DocumentStore
-from sgl_ext.balancer.store.sqlite_thread import StoreThread
+from sgl_ext.balancer.store.sqlite import DocumentStore, SqliteDocuments, StoreThread
+from sgl_ext.settings.schema import IN_MEMORY
 from sgl_ext.settings.secrets import StoreAddress, read_store
 
 if TYPE_CHECKING:
-    from sgl_ext.balancer.store.postgres_server import PostgresServer
-    from sgl_ext.balancer.store.redis_server import RedisServer
+    from sgl_ext.balancer.store.postgres import PostgresServer
+    from sgl_ext.balancer.store.redis import RedisServer
 
 _SHARED_CONNECTIONS = 4
 """Leases are small, and do not wait for documents."""
@@ -58,10 +57,10 @@ def open_server(address: StoreAddress) -> "RedisServer | PostgresServer":
     """A server's connections, which are made when they are used. Raises StoreUnusable."""
     try:
         if address.kind == "redis":
-            from sgl_ext.balancer.store.redis_server import RedisServer
+            from sgl_ext.balancer.store.redis import RedisServer
 
             return RedisServer(address)
-        from sgl_ext.balancer.store.postgres_server import PostgresServer
+        from sgl_ext.balancer.store.postgres import PostgresServer
 
         return PostgresServer(address)
     except ModuleNotFoundError as error:
@@ -91,17 +90,17 @@ def open_store(
     documents: Documents
     shared: SharedState
     if address.kind == "redis":
-        from sgl_ext.balancer.store.redis_documents import RedisDocuments
-        from sgl_ext.balancer.store.redis_server import RedisServer
-        from sgl_ext.balancer.store.redis_shared import RedisShared
+        from sgl_ext.balancer.store.redis import RedisDocuments, RedisServer, RedisShared
 
         documents = RedisDocuments(RedisServer(address), limit_bytes, metrics)
         server = RedisServer(address, _SHARED_CONNECTIONS)
         shared = RedisShared(server, metrics.background_failed)
     else:
-        from sgl_ext.balancer.store.postgres_documents import PostgresDocuments
-        from sgl_ext.balancer.store.postgres_server import PostgresServer
-        from sgl_ext.balancer.store.postgres_shared import PostgresShared
+        from sgl_ext.balancer.store.postgres import (
+            PostgresDocuments,
+            PostgresServer,
+            PostgresShared,
+        )
 
         documents = PostgresDocuments(PostgresServer(address), limit_bytes, metrics)
         postgres = PostgresServer(address, _SHARED_CONNECTIONS)

@@ -14,9 +14,7 @@ from sgl_ext.balancer.conversations.conversation_store import ConversationStore
 from sgl_ext.balancer.conversations.expansion import Expander
 from sgl_ext.balancer.conversations.tenant_documents import TenantDocuments
 from sgl_ext.balancer.metrics.registry import Metrics
-from sgl_ext.balancer.store.sqlite_documents import SqliteDocuments
-from sgl_ext.balancer.store.sqlite_file import DocumentStore
-from sgl_ext.balancer.store.sqlite_thread import StoreThread
+from sgl_ext.balancer.store.sqlite import DocumentStore, SqliteDocuments, StoreThread
 from tests.balancer.conftest import Engine, Start
 
 PATH = "/v1/responses"

@@ -364,7 +364,7 @@ async def test_an_answer_without_a_context_says_why(
     async def fails(*_: object) -> None:
         raise StoreFailed("away")
 
-    target = "sgl_ext.balancer.store.sqlite_documents.SqliteDocuments.get"
+    target = "sgl_ext.balancer.store.sqlite.SqliteDocuments.get"
     monkeypatch.setattr(target, fails)
     assert await skipped(marked) == "unavailable"
 

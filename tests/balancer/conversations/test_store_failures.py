@@ -15,10 +15,9 @@ import pytest
 from aiohttp import ClientSession, web
 
 from sgl_ext.balancer.metrics.registry import Metrics
-from sgl_ext.balancer.store import sqlite_file, sqlite_thread, write_ahead_log
+from sgl_ext.balancer.store import sqlite
 from sgl_ext.balancer.store.documents import MAX_QUEUED_BYTES, Document, StoreFailed
-from sgl_ext.balancer.store.sqlite_file import DocumentStore
-from sgl_ext.balancer.store.sqlite_thread import StoreThread
+from sgl_ext.balancer.store.sqlite import DocumentStore, StoreThread
 from tests.balancer.conftest import Engine, Start
 
 PATH = "/v1/responses"
@@ -27,8 +26,8 @@ CONTEXT = {"blocks": [{"id": "rules", "layer": "stable", "content": "Be brief."}
 
 @pytest.fixture(autouse=True)
 def short_waits(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sqlite_file, "BUSY_S", 0.05)
-    monkeypatch.setattr(sqlite_thread, "_WRITE_PAUSE_S", 0.0)
+    monkeypatch.setattr(sqlite, "BUSY_S", 0.05)
+    monkeypatch.setattr(sqlite, "_WRITE_PAUSE_S", 0.0)
 
 
 class Answering:
@@ -159,7 +158,7 @@ async def test_a_store_that_was_removed_is_made_again(start: Start, tmp_path: Pa
 async def test_the_log_of_writes_keeps_its_limit_in_a_burst(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(write_ahead_log, "LIMIT_BYTES", limit := 1 << 20)
+    monkeypatch.setattr(sqlite, "LIMIT_BYTES", limit := 1 << 20)
     path, size = tmp_path / "store.sqlite", 300_000
     with (
         closing(DocumentStore(str(path), 1 << 30)) as first,

@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 from aiohttp import ClientSession, web
 
-from sgl_ext.balancer.store import postgres_shared, redis_shared
+from sgl_ext.balancer.store import postgres, redis
 from sgl_ext.keys import add_key
 from tests.balancer.conftest import Engine, Start
 from tests.balancer.store.servers import Server
@@ -64,7 +64,7 @@ async def test_balancers_continue_each_others_responses_and_outlive_the_store(
 async def test_a_tenant_s_limit_holds_over_two_balancers(
     start: Start, tmp_path: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for module in (postgres_shared, redis_shared):
+    for module in (postgres, redis):
         monkeypatch.setattr(module, "CALL_S", 9.0)
     path = tmp_path / "keys.toml"
     key, _ = add_key(path, "ann")

@@ -8,7 +8,7 @@ import pytest
 from sgl_ext.balancer.access.authentication import KeyFileReloader
 from sgl_ext.balancer.access.rate_limits import RateLimits
 from sgl_ext.balancer.metrics.registry import Metrics
-from sgl_ext.balancer.store import postgres_shared, redis_shared
+from sgl_ext.balancer.store import postgres, redis
 from sgl_ext.balancer.store.shared_state import Lease, SharedState
 from sgl_ext.protocols.errors import BalancerError
 from tests.balancer.store.conftest import Share
@@ -18,8 +18,8 @@ from tests.waiting import HANG_S
 @pytest.fixture(autouse=True)
 def patient(monkeypatch: pytest.MonkeyPatch) -> None:
     """A busy machine is no outage."""
-    monkeypatch.setattr(postgres_shared, "CALL_S", 9.0)
-    monkeypatch.setattr(redis_shared, "CALL_S", 9.0)
+    monkeypatch.setattr(postgres, "CALL_S", 9.0)
+    monkeypatch.setattr(redis, "CALL_S", 9.0)
 
 
 async def test_a_bucket_leases_what_it_has(shared: Share) -> None:

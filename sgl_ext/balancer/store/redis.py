@@ -1,4 +1,10 @@
-"""Documents in Redis or Valkey. Each method is one Lua script, and so one round trip and atomic.
+"""Documents, and what balancers share, in Redis or Valkey 6.2 or later.
+
+All keys begin with `sgl-ext:`, so that others may use the database, too. Lua scripts touch several
+keys, which are not known before they run: so it is one server, with replicas if you like, and not
+Redis Cluster. `ONE_FORMAT` is the version of what the keys hold.
+
+Each method of the documents is one Lua script, and so one round trip and atomic.
 
     sgl-ext:doc:KEY     hash: i items, a about, p the key of the document that it continues,
                         t ttl, u last use, e expiry, l its place in the list of its owner
@@ -13,24 +19,127 @@ The balancers evict and expire, because the server knows neither chains nor tena
 document also has a TTL of the server, an hour longer: without balancers prompts do not stay.
 `maxmemory` should be above the limit. If the server evicts a document itself (volatile-*), its
 chain is unknown, and the account is corrected when it would have expired.
+
+Balancers share buckets, presence, versions and a channel. Times are the server's, so that the
+clocks of balancers do not matter.
 """
 
-from collections.abc import Awaitable, Callable
+import logging
+from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
 from typing import Any, cast
 
+from redis import asyncio as redis
+from redis import exceptions
+from redis.asyncio.retry import Retry
+from redis.backoff import NoBackoff
+
 from sgl_ext.balancer.metrics.registry import Metrics
-from sgl_ext.balancer.store.calls import Calls
+from sgl_ext.balancer.store.calls import Calls, settle
 from sgl_ext.balancer.store.documents import (
     LONGEST_CHAIN,
     SWEEP_BATCH,
+    WAIT_S,
     Document,
     Found,
     Listed,
+    StoreUnreachable,
+    StoreUnusable,
     key_of,
     tenant_of,
 )
-from sgl_ext.balancer.store.redis_server import RedisServer, texts
+from sgl_ext.balancer.store.shared_state import CALL_S, PRESENT_S, Lease, Leased
 from sgl_ext.protocols.errors import body_too_large
+from sgl_ext.settings.secrets import StoreAddress
+from sgl_ext.supervision import Failed
+
+log = logging.getLogger(__name__)
+
+PREFIX = "sgl-ext:"
+_FORMAT = b"1"
+_LEAST_VERSION = (6, 2)
+_CONNECTIONS = 16
+
+
+class RedisServer:
+    """The connections of one process, which are made when they are used."""
+
+    def __init__(self, address: StoreAddress, connections: int = _CONNECTIONS) -> None:
+        self.address = address
+        try:
+            pool = redis.BlockingConnectionPool.from_url(
+                address.url,
+                max_connections=connections,
+                timeout=WAIT_S,
+                socket_timeout=WAIT_S,
+                socket_connect_timeout=WAIT_S,
+                socket_keepalive=True,
+                # A server that was restarted has closed the connections of the pool.
+                retry=Retry(NoBackoff(), 1, (exceptions.ConnectionError,)),
+            )
+        except (ValueError, TypeError) as error:
+            raise StoreUnusable(self._named(f"cannot be used: {error}")) from None
+        self.client: Any = redis.Redis.from_pool(pool)
+
+    def script(self, text: str) -> Any:
+        """A Lua script, in which `P` is the prefix of keys."""
+        return self.client.register_script(f"local P = '{PREFIX}'\n{text}")
+
+    def subscriber(self) -> Any:
+        """A connection that receives messages."""
+        return self.client.pubsub(ignore_subscribe_messages=True)
+
+    async def check(self) -> None:
+        """Raises StoreUnusable if the server cannot be used, and logs what it does not promise."""
+        try:
+            about = await self.client.info("everything")
+            await self.client.set(f"{PREFIX}format", _FORMAT, nx=True)
+            found = await self.client.get(f"{PREFIX}format")
+        except (exceptions.AuthenticationError, exceptions.NoPermissionError) as error:
+            raise StoreUnusable(self._named(f"the server refuses this user: {error}")) from None
+        except (exceptions.ConnectionError, exceptions.TimeoutError, OSError) as error:
+            raise StoreUnreachable(self._named(f"cannot be reached: {error}")) from None
+        except exceptions.RedisError as error:
+            raise StoreUnusable(self._named(f"cannot be used: {error}")) from None
+        if found != _FORMAT:
+            reason = f"its keys {PREFIX}* belong to another program or another version"
+            raise StoreUnusable(self._named(reason))
+        version = str(about["redis_version"])
+        if tuple(map(int, version.split(".")[:2])) < _LEAST_VERSION:
+            raise StoreUnusable(self._named(f"version {version} is too old; it must be 6.2"))
+        if about.get("cluster_enabled"):
+            raise StoreUnusable(self._named("Redis Cluster is not supported: give one server"))
+        await self._warn(about)
+
+    async def _warn(self, about: dict[str, Any]) -> None:
+        policy = str(about.get("maxmemory_policy", ""))
+        if policy.startswith("allkeys"):
+            log.warning(self._named(f"maxmemory-policy {policy} may evict what is in use"))
+        if not about.get("aof_enabled") and not await self._saves():
+            reason = "the server writes nothing to disk (appendonly no): a restart loses all"
+            log.warning(self._named(reason))
+        elif not about.get("aof_enabled"):
+            reason = "the server writes snapshots only (appendonly no): a crash loses the last ones"
+            log.warning(self._named(reason))
+
+    async def _saves(self) -> bool:
+        """Whether the server writes snapshots; also if it does not say so."""
+        try:
+            found = await self.client.config_get("save")
+        except exceptions.RedisError:  # a managed server may not permit it
+            return True
+        return bool(found.get("save", "yes"))
+
+    async def close(self) -> None:
+        await settle(self.client.aclose())
+
+    def _named(self, reason: str) -> str:
+        return f"store={self.address.shown!r}: {reason}"
+
+
+def texts(*values: float | int) -> Sequence[str]:
+    """Numbers as scripts read them without a loss."""
+    return [repr(value) for value in values]
+
 
 _DOCUMENT_BYTES = 256  # the hash itself and its places in the other keys
 _BACKSTOP_S = 3600.0
@@ -263,6 +372,101 @@ class RedisDocuments:
             return int(await self._sweep(args=texts(now, SWEEP_BATCH)))
 
         return await self._writing.tidy(remove) or 0
+
+    async def close(self) -> None:
+        await self._server.close()
+
+
+_CHANNEL = f"{PREFIX}messages"
+_NOW = "local t = redis.call('TIME'); local now = t[1] + t[2] / 1e6\n"
+_LEASE = """
+local key = P..'limit:'..ARGV[1]
+local cap, take, need, extra = tonumber(ARGV[2]), tonumber(ARGV[3]), tonumber(ARGV[4]), ARGV[5]
+local found = redis.call('HMGET', key, 'level', 'filled')
+local level, filled = tonumber(found[1] or cap), tonumber(found[2] or now)
+level = math.min(cap, level + math.max(now - filled, 0) * cap / 60)
+level = math.min(cap, level - take)
+local granted = 0
+if level >= math.min(need, cap) then
+  granted = need + math.min(extra, math.max(level - need, 0))
+  level = level - granted
+end
+redis.call('HSET', key, 'level', string.format('%.17g', level), 'filled',
+           string.format('%.17g', now))
+redis.call('PEXPIRE', key, math.ceil((cap - level) / cap * 60000) + 1000)
+return {string.format('%.17g', granted), string.format('%.17g', level)}
+"""
+_PRESENT = """
+redis.call('ZADD', P..'balancers', now, ARGV[1])
+redis.call('ZREMRANGEBYSCORE', P..'balancers', '-inf', now - ARGV[2])
+return redis.call('ZCARD', P..'balancers')
+"""
+_SHARE = """
+local found = tonumber(redis.call('HGET', P..'newest:'..ARGV[1], 'v') or '-1')
+if tonumber(ARGV[2]) > found then
+  redis.call('HSET', P..'newest:'..ARGV[1], 'v', ARGV[2], 'd', ARGV[3])
+end
+"""
+
+
+class RedisShared:
+    """`SharedState` on a server."""
+
+    def __init__(self, server: RedisServer, failed: Failed) -> None:
+        self._server = server
+        self._calls = Calls("sharing state between balancers", failed, CALL_S)
+        self._publishing = Calls("sending messages to other balancers", failed, CALL_S)
+        self._lease = server.script(_NOW + _LEASE)
+        self._present = server.script(_NOW + _PRESENT)
+        self._share = server.script(_SHARE)
+
+    async def lease(self, lease: Lease) -> Leased:
+        async def call() -> Leased:
+            tokens, level = await self._lease(args=(lease.name, *texts(*lease[1:])))
+            return Leased(float(tokens), float(level))
+
+        return await self._calls.run(call)
+
+    async def count_present(self, id: str) -> int:
+        async def call() -> int:
+            return int(await self._present(args=(id, *texts(PRESENT_S))))
+
+        return await self._calls.run(call)
+
+    async def newer(self, name: str, version: int) -> tuple[int, bytes] | None:
+        async def call() -> tuple[int, bytes] | None:
+            key = f"{PREFIX}newest:{name}"
+            newest = int(await self._server.client.hget(key, "v") or -1)
+            if newest <= version:
+                return None
+            newest, data = await self._server.client.hmget(key, "v", "d")
+            return int(newest), data
+
+        return await self._calls.run(call)
+
+    async def share(self, name: str, version: int, data: bytes) -> None:
+        async def call() -> None:
+            await self._share(args=(name, version, data))
+
+        await self._calls.run(call)
+
+    async def publish(self, messages: Sequence[bytes]) -> None:
+        async def call() -> None:
+            async with self._server.client.pipeline(transaction=False) as pipeline:
+                for message in messages:
+                    pipeline.publish(_CHANNEL, message)
+                await pipeline.execute()
+
+        await self._publishing.run(call, sum(map(len, messages)))
+
+    async def messages(self) -> AsyncGenerator[bytes, None]:
+        subscriber: Any = self._server.subscriber()
+        try:
+            await subscriber.subscribe(_CHANNEL)
+            async for message in subscriber.listen():
+                yield message["data"]
+        finally:
+            await settle(subscriber.aclose())
 
     async def close(self) -> None:
         await self._server.close()
