@@ -29,7 +29,7 @@ from typing import Annotated, Any, TypeVar
 import msgspec
 from msgspec import Meta, Struct
 
-from sgl_ext.reading.client import TENANT_NAME
+from sgl_ext.wire.headers import TENANT_NAME
 
 _KEY_NAME = re.compile(r"[A-Za-z0-9_-]{1,16}")
 # Names of this form cannot be keys, so messages may show them.

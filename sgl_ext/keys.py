@@ -26,7 +26,7 @@ from tomlkit.container import Container
 from tomlkit.items import Comment, Item, Key, Table
 
 from sgl_ext.key_file import KeysError, hash_of, new_key, parse_keys, read_keys
-from sgl_ext.reading.client import TENANT_NAME
+from sgl_ext.wire.headers import TENANT_NAME
 
 
 def add_key(path: Path, tenant: str, note: str = "") -> tuple[str, str]:

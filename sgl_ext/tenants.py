@@ -6,9 +6,9 @@ key. Without them the header is trusted, and a proxy has to set it.
 
 from collections.abc import Mapping, Sequence
 
-from sgl_ext.reading.client import TENANT_HEADER
 from sgl_ext.reading.hints import LIMIT
 from sgl_ext.settings.schema import ANY_ADAPTER, Tenant
+from sgl_ext.wire.headers import TENANT_HEADER
 
 
 class Tenants:

@@ -16,9 +16,9 @@ from scheduler.silence import RESTART_S
 from sgl_ext.node.child import Child
 from sgl_ext.node.children import EngineList
 from sgl_ext.node.failure import reason_of
-from sgl_ext.reading.client import SECRET_HEADER
 from sgl_ext.settings.secrets import EngineSecret
 from sgl_ext.supervision import supervise
+from sgl_ext.wire.headers import SECRET_HEADER
 
 _SUBSCRIBERS_PATH = "/sgl_ext/events/subscribers"
 _TIMEOUT = aiohttp.ClientTimeout(total=5)

@@ -7,10 +7,9 @@ from typing import Any, NamedTuple
 import orjson
 import xxhash
 
-from sgl_ext.reading.hints import DEFAULTS_HEADER, PRIORITY_HEADERS
+from sgl_ext.reading.hints import PRIORITY_HEADERS
 from sgl_ext.reading.segments import Chain
-
-# The conversation and the tenant that a request belongs to.
+from sgl_ext.wire.headers import GROUP_HEADER, TENANT_HEADER
 
 # The headers of agent harnesses; our own has precedence.
 SESSION_HEADERS = (
@@ -28,45 +27,6 @@ _OF_LEADS = ("main", "compaction")
 # A name that a log holds as it is.
 _SHOWN = re.compile(r"[!-~]([ -~]{0,126}[!-~])?")
 FINAL_HEADER = "x-sgl-ext-session-final"
-TENANT_HEADER = "x-tenant-id"
-TENANT_NAME = re.compile(r"^[!-~]([ -~]{0,254}[!-~])?\Z")
-"""A name is printable ASCII, as it is the value of a header, and short: tables have it as key."""
-# Requests of one group share cached prefixes. The balancer sets it if tenants must not share.
-GROUP_HEADER = "x-sgl-ext-cache-group"
-# The tenant whose pins and sessions a request may see and change. The balancer sets it on every
-# request without an operator's key.
-OWNER_HEADER = "x-sgl-ext-owner"
-# Seconds that the balancer held a request back before it sent it to the engine.
-QUEUED_HEADER = "x-sgl-ext-queued-s"
-# How long a window of its queue was then (`scheduler.order`).
-WINDOW_HEADER = "x-sgl-ext-window-s"
-# What a request is for, if it is not the first attempt of a client's own: "retry-1", "standby".
-PURPOSE_HEADER = "x-sgl-ext-purpose"
-# The data-parallel rank of the engine that the balancer chose.
-RANK_HEADER = "x-sgl-ext-rank"
-# How many ranks an engine has, in its answers to readiness probes.
-RANKS_HEADER = "x-sgl-ext-ranks"
-# With prefill and decode engines: where the KV of this request is handed over, `HOST PORT ROOM`.
-BOOTSTRAP_HEADER = "x-sgl-ext-bootstrap"
-# What such an engine does, in its answers to readiness probes: `prefill PORT` or `decode`.
-ROLE_HEADER = "x-sgl-ext-role"
-# Proves to an engine that a request is from its balancer.
-SECRET_HEADER = "x-sgl-ext-engine-secret"
-# What an engine answers in it to a request that does not prove that.
-REFUSED = b"refused"
-INTERNAL_HEADERS = (
-    TENANT_HEADER,
-    GROUP_HEADER,
-    OWNER_HEADER,
-    PURPOSE_HEADER,
-    QUEUED_HEADER,
-    WINDOW_HEADER,
-    RANK_HEADER,
-    BOOTSTRAP_HEADER,
-    DEFAULTS_HEADER,
-    SECRET_HEADER,
-)
-"""What an engine believes from its balancer alone."""
 _HINTS = (
     *SESSION_HEADERS,
     *AGENT_HEADERS,

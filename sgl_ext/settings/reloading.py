@@ -33,8 +33,6 @@ from sgl_ext.settings.secrets import file_version
 
 SETTINGS_PATH = "/sgl_ext/settings"
 """Where an engine takes what was changed, as a `Version`."""
-SETTINGS_HEADER = "x-sgl-ext-settings"
-"""In which an engine's /ready states the number of its version."""
 S = TypeVar("S", bound=Settings)
 _FIELDS = {
     **fields_of(LaunchSettings),

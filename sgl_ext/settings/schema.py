@@ -17,9 +17,9 @@ from msgspec import Meta, Struct
 
 from sgl_ext.limits.bounds import BUDGET_BODIES
 from sgl_ext.reading.cache_marks import TtlLimits
-from sgl_ext.reading.client import TENANT_NAME
 from sgl_ext.reading.hints import LIMIT
 from sgl_ext.reading.strip import BILLING_HEADER
+from sgl_ext.wire.headers import TENANT_NAME
 
 MIB = 1 << 20
 MIN_TTL_S = 1.0

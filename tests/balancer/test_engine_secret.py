@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from aiohttp import ClientSession, web
 
-from sgl_ext.reading.client import SECRET_HEADER
+from sgl_ext.wire.headers import SECRET_HEADER
 from tests.balancer.conftest import Engine, Start
 from tests.waiting import HANG_S
 

@@ -17,8 +17,8 @@ from sgl_ext_cpu.gate import Gate
 from sgl_ext_cpu.node import free_port
 from sgl_ext_cpu.nursery import Nursery
 
-from sgl_ext.reading.client import SECRET_HEADER
 from sgl_ext.settings.schema import EngineSettings
+from sgl_ext.wire.headers import SECRET_HEADER
 from tests.engine.scheduler.test_event_publisher import Engine
 from tests.namespaces import HERE, Namespace, fetch, joined_namespace
 from tests.waiting import until

@@ -10,14 +10,13 @@ from hypothesis import strategies as st
 
 from sgl_ext.protocols.registry import of_path
 from sgl_ext.reading.cache_marks import Marks, TtlLimits, read_marks
-from sgl_ext.reading.hints import (
+from sgl_ext.reading.hints import LIMIT, limits_with, read_importance
+from sgl_ext.wire.headers import (
     DEFAULTS_HEADER,
-    LIMIT,
     NO_DEFAULTS,
     DefaultHints,
-    read_importance,
-    read_written,
-    written,
+    defaults_line,
+    read_defaults,
 )
 
 LIMITS = TtlLimits(1.0, 3600.0, default_s=300.0)
@@ -85,15 +84,15 @@ def test_merging_is_associative_and_nothing_is_neutral(
 
 @given(hints)
 def test_an_engine_reads_what_its_balancer_wrote(stated: DefaultHints) -> None:
-    name, _, value = written(stated).decode().rstrip("\r\n").partition(": ")
+    name, _, value = defaults_line(stated).decode().rstrip("\r\n").partition(": ")
     assert name == DEFAULTS_HEADER
-    assert read_written({name: value}) == stated
+    assert read_defaults({name: value}) == stated
 
 
 def test_a_malformed_header_is_an_error() -> None:
     for value in ("", "{", '{"osl": "x"}'):
         with pytest.raises(ValueError, match=r"."):
-            read_written({DEFAULTS_HEADER: value})
+            read_defaults({DEFAULTS_HEADER: value})
 
 
 @pytest.mark.parametrize(
@@ -120,7 +119,7 @@ CHAT, MESSAGES = "/v1/chat/completions", "/v1/messages"
 
 
 def marks(path: str, defaults: DefaultHints, **body: Any) -> Marks:
-    return read_marks(of_path(path), body, defaults.ttl_limits(LIMITS))
+    return read_marks(of_path(path), body, limits_with(defaults, LIMITS))
 
 
 def test_a_ttl_pins_prompts_without_marks_as_a_client_would() -> None:
@@ -145,6 +144,6 @@ def test_a_client_that_wants_nothing_kept_keeps_nothing() -> None:
 
 def test_a_ttl_of_0_is_no_pin_and_leaves_marks_alone() -> None:
     limits = TtlLimits(1.0, 3600.0, default_s=300.0, unmarked_s=60.0)
-    changed = DefaultHints(ttl_s=0).ttl_limits(limits)
+    changed = limits_with(DefaultHints(ttl_s=0), limits)
     assert (changed.unmarked_s, changed.default_s) == (0.0, 300.0)
-    assert NO_DEFAULTS.ttl_limits(limits) is limits
+    assert limits_with(NO_DEFAULTS, limits) is limits

@@ -25,9 +25,9 @@ from sgl_ext.balancer.metrics.registry import Metrics
 from sgl_ext.key_file import KeyFile, KeysError, read_keys
 from sgl_ext.protocols import routes
 from sgl_ext.protocols.errors import BalancerError
-from sgl_ext.reading.client import GROUP_HEADER, OWNER_HEADER, TENANT_HEADER, TENANT_NAME
 from sgl_ext.settings.secrets import file_version
 from sgl_ext.tenants import Tenants
+from sgl_ext.wire.headers import GROUP_HEADER, OWNER_HEADER, TENANT_HEADER, TENANT_NAME
 
 log = logging.getLogger(__name__)
 

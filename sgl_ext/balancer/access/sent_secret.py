@@ -5,9 +5,9 @@ import logging
 import aiohttp
 
 from sgl_ext.balancer.metrics.registry import Metrics
-from sgl_ext.reading.client import SECRET_HEADER
 from sgl_ext.settings.schema import SettingsError
 from sgl_ext.settings.secrets import EngineSecret
+from sgl_ext.wire.headers import SECRET_HEADER, header_line
 
 log = logging.getLogger(__name__)
 
@@ -28,7 +28,7 @@ class SentSecret:
     def line(self) -> bytes:
         if not self._secret.accepted:
             return b""
-        return f"{SECRET_HEADER}: {self._secret.sent}\r\n".encode()
+        return header_line(SECRET_HEADER, self._secret.sent.encode())
 
     def put_into(self, session: aiohttp.ClientSession) -> None:
         """Lets a session, which may be for engines only, send the secret from now on. Without one

@@ -32,8 +32,9 @@ from sgl_ext.balancer.routing.worker_probes import WorkerProbes
 from sgl_ext.balancer.routing.workers import MOST_ADDED
 from sgl_ext.protocols import routes
 from sgl_ext.protocols.errors import BalancerError, no_engine
-from sgl_ext.reading.client import OWNER_HEADER, RANK_HEADER, TENANT_HEADER, read_client
+from sgl_ext.reading.client import read_client
 from sgl_ext.settings.sources import worker_url_problem
+from sgl_ext.wire.headers import OWNER_HEADER, RANK_HEADER, TENANT_HEADER
 
 SERVICES = web.AppKey("services", Services)
 _TIMEOUT = aiohttp.ClientTimeout(total=120)

@@ -24,19 +24,9 @@ from sgl_ext.protocols.errors import BalancerError
 from sgl_ext.protocols.registry import errors_of
 from sgl_ext.protocols.request_ids import TraceContext, read_trace
 from sgl_ext.protocols.routes import Route
-from sgl_ext.reading.client import (
-    BOOTSTRAP_HEADER,
-    PURPOSE_HEADER,
-    QUEUED_HEADER,
-    RANK_HEADER,
-    SECRET_HEADER,
-    WINDOW_HEADER,
-    ClientFacts,
-    hints_of,
-    read_headers,
-)
-from sgl_ext.reading.hints import DEFAULTS_HEADER
+from sgl_ext.reading.client import ClientFacts, hints_of, read_headers
 from sgl_ext.reading.protocol import ErrorShape
+from sgl_ext.wire.headers import OF_REQUESTS
 
 _ID = request_ids.HEADER.encode()
 _PARENT, _STATE = (name.encode() for name in request_ids.TRACE_HEADERS)
@@ -101,14 +91,8 @@ _NOT_UPSTREAM = (
         b"expect",
         b"host",
         b"x-api-key",
-        DEFAULTS_HEADER.encode(),
-        PURPOSE_HEADER.encode(),
-        QUEUED_HEADER.encode(),
-        WINDOW_HEADER.encode(),
-        RANK_HEADER.encode(),
-        BOOTSTRAP_HEADER.encode(),
-        SECRET_HEADER.encode(),
     }
+    | {name.encode() for name in OF_REQUESTS}
 )
 LENGTH = re.compile(rb"\r\n[Cc]ontent-[Ll]ength: ([0-9]{1,15})\r\n")
 _MAX_CACHED = 1024

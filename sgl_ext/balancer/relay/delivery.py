@@ -31,23 +31,11 @@ from sgl_ext.balancer.routing.trials import fingerprint_of
 from sgl_ext.balancer.routing.worker import Worker
 from sgl_ext.protocols.errors import BalancerError, internal_error, no_engine
 from sgl_ext.protocols.request_ids import lines_of_new, new_request_id, new_trace_id
-from sgl_ext.reading.client import (
-    PURPOSE_HEADER,
-    QUEUED_HEADER,
-    REFUSED,
-    SECRET_HEADER,
-    WINDOW_HEADER,
-)
+from sgl_ext.wire.headers import REFUSED_LINE, queued_lines, retry_line
 
 MAX_ATTEMPTS = 3
 # How often a request may be at an engine that fails, although it was not found to be the cause.
 MAX_LOST = 4
-_REFUSED_LINE = b"%b: %b\r\n" % (SECRET_HEADER.encode(), REFUSED)
-_RETRY_LINE = b"%b: retry-%%d\r\n" % PURPOSE_HEADER.encode()
-_QUEUED_LINES = b"%b: %%.3f\r\n%b: %%.3f\r\n" % (
-    QUEUED_HEADER.encode(),
-    WINDOW_HEADER.encode(),
-)
 
 
 class Stage(Enum):
@@ -227,9 +215,9 @@ class Delivery(ABC):
         head, body = self._head, self._request.body
         lines = self._pool.begin_of(head) + self._lines
         if self._attempts > 1:
-            lines += _RETRY_LINE % (self._attempts - 1)
+            lines += retry_line(self._attempts - 1)
         if self._queued_s:
-            lines += _QUEUED_LINES % (self._queued_s, self._services.admission_queue.window_s)
+            lines += queued_lines(self._queued_s, self._services.admission_queue.window_s)
         end = "\r\n"
         if body or head.method not in ("GET", "HEAD"):
             end = f"content-length: {len(body)}\r\n\r\n"
@@ -315,7 +303,7 @@ class Delivery(ABC):
         """Whether the worker refuses the balancer, and not the client; then the request is sent to
         another. It is no failure: a probe finds when the worker can be used again."""
         attempt = self._attempt
-        if attempt is None or _REFUSED_LINE not in head.lines:
+        if attempt is None or REFUSED_LINE not in head.lines:
             return False
         self._services.workers.note_secret(attempt.answerer, refused=True)
         self._retry("it refuses the engine-secret", by_worker=False)

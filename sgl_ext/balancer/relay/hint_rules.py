@@ -11,8 +11,8 @@ from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 from sgl_ext.reading.client import SUBAGENT, harness_of, read_headers
-from sgl_ext.reading.hints import NO_DEFAULTS, DefaultHints
 from sgl_ext.settings.schema import HINTED, DefaultHint
+from sgl_ext.wire.headers import NO_DEFAULTS, DefaultHints
 
 # A field of the header line that leads Claude Code's prompts, and that is stripped.
 _BILLING, _IS_SUBAGENT = "cc_version", "cc_is_subagent"

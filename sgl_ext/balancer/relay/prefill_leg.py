@@ -12,19 +12,18 @@ from typing import Protocol
 
 from sgl_ext.balancer.http.upstream import ConnectionPool, ResponseHead, Upstream
 from sgl_ext.balancer.routing.worker import Worker
-from sgl_ext.reading.client import BOOTSTRAP_HEADER
+from sgl_ext.wire.headers import bootstrap_line
 
 # How long the decode engine has to answer what its prefill engine rejects, as it rejects it, too.
 _ANSWER_S = 2.0
 
 
-_LINE = b"%b: %%b\r\n" % BOOTSTRAP_HEADER.encode()
 _ROOMS = 10**17
 
 
 def hand_over_line(prefill: Worker) -> bytes:
     """The header line by which two engines find each other for a request."""
-    return _LINE % f"{prefill.bootstrap} {secrets.randbelow(_ROOMS)}".encode()
+    return bootstrap_line(prefill.bootstrap, secrets.randbelow(_ROOMS))
 
 
 class Failed(Protocol):

@@ -18,15 +18,8 @@ from sgl_ext.balancer.reporting.diagnosis import PromptDiagnosis
 from sgl_ext.balancer.routing.attempts import NO_ROUTING, RoutingRequest
 from sgl_ext.protocols.errors import no_memory
 from sgl_ext.protocols.registry import GENERATE
-from sgl_ext.reading.client import (
-    NO_FACTS,
-    TENANT_HEADER,
-    ClientFacts,
-    shown_name,
-    stated_session,
-    with_body,
-)
-from sgl_ext.reading.hints import NO_DEFAULTS, written
+from sgl_ext.reading.client import NO_FACTS, ClientFacts, shown_name, stated_session, with_body
+from sgl_ext.wire.headers import NO_DEFAULTS, TENANT_HEADER, defaults_line
 
 
 class Preparation(msgspec.Struct, frozen=True):
@@ -156,7 +149,7 @@ def prepare(
         stripped.moved,
         hides_usage=reading.hides_usage,
         sums_items=asked.is_charged and reading.path in GENERATE.paths,
-        lines=written(reading.defaults) if has_defaults else b"",
+        lines=defaults_line(reading.defaults) if has_defaults else b"",
         saved_bytes=reading.saved_bytes,
         context_path=reading.path if wants_context else "",
         turn=turn,

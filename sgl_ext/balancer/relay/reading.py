@@ -29,10 +29,10 @@ from sgl_ext.protocols.errors import BalancerError
 from sgl_ext.protocols.registry import detect, of_path, with_name
 from sgl_ext.protocols.responses import RESPONSES
 from sgl_ext.reading.field_types import find_wrong_field
-from sgl_ext.reading.hints import NO_DEFAULTS, DefaultHints
 from sgl_ext.reading.protocol import Json
 from sgl_ext.reading.strip import HeaderStrip, Stripped, strip_request
 from sgl_ext.settings.schema import Tenant
+from sgl_ext.wire.headers import NO_DEFAULTS, DefaultHints
 
 # A body with none of these fields names nothing that is stored, and asks nothing of its cache.
 _NAMING = frozenset(

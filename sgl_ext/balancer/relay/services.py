@@ -43,11 +43,9 @@ from sgl_ext.protocols import routes
 from sgl_ext.protocols.errors import BalancerError, error_headers, wire_status
 from sgl_ext.protocols.registry import errors_of
 from sgl_ext.protocols.request_ids import id_line, new_request_id
-from sgl_ext.reading.client import RANK_HEADER
 from sgl_ext.reading.strip import HeaderStrip
 from sgl_ext.supervision import Guard
-
-_RANK_LINE = b"%b: %%d\r\n" % RANK_HEADER.encode()
+from sgl_ext.wire.headers import rank_line
 
 
 @dataclass(eq=False)
@@ -172,7 +170,7 @@ class Services:
 
     def _lines_for(self, worker: Worker) -> bytes:
         """The header lines of each request to a worker. An engine of one rank ignores that."""
-        return self.secret.line + _RANK_LINE % worker.rank
+        return self.secret.line + rank_line(worker.rank)
 
     def reload_secret(self) -> None:
         """Sends a changed secret from now on. Call it periodically."""

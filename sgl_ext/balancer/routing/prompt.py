@@ -6,7 +6,7 @@ from typing import Any
 import msgspec
 
 from sgl_ext.reading.client import salt_of, session_key, stated_name
-from sgl_ext.reading.hints import NO_DEFAULTS, DefaultHints, Importance, read_importance
+from sgl_ext.reading.hints import Importance, read_importance
 from sgl_ext.reading.protocol import Protocol
 from sgl_ext.reading.segments import (
     Chain,
@@ -15,6 +15,7 @@ from sgl_ext.reading.segments import (
     read_chain,
     with_sorted_tools,
 )
+from sgl_ext.wire.headers import NO_DEFAULTS, DefaultHints
 
 
 class Prompt(msgspec.Struct, frozen=True, gc=False):

@@ -23,9 +23,10 @@ from sgl_ext.balancer.routing.prompt import Prompt, read_prompt
 from sgl_ext.balancer.routing.worker import DECODE, Worker
 from sgl_ext.balancer.routing.workers import Workers, can_answer
 from sgl_ext.protocols.registry import of_path
-from sgl_ext.reading.client import TENANT_HEADER, is_final, shown_name
+from sgl_ext.reading.client import is_final, shown_name
 from sgl_ext.reading.segments import Chain
 from sgl_ext.tenants import Tenants
+from sgl_ext.wire.headers import TENANT_HEADER
 
 
 @dataclass(eq=False)

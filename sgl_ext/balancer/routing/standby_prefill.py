@@ -22,19 +22,15 @@ from sgl_ext.balancer.routing.worker import Worker
 from sgl_ext.protocols.registry import of_path
 from sgl_ext.protocols.request_ids import HEADER
 from sgl_ext.protocols.routes import PREFILL
-from sgl_ext.reading.client import PURPOSE_HEADER, RANK_HEADER
 from sgl_ext.supervision import Guard
+from sgl_ext.wire.headers import PURPOSE_HEADER, header_line, rank_line
 
 # How long a session is not considered again.
 REPEAT_S = 30.0
 _MOST_SESSIONS = 10_000
 # Of the bodies that are being sent. They are copies.
 _MOST_SENDING_BYTES = 32 << 20
-_NAMED_LINES = b"%b: %%b\r\n%b: standby\r\n%b: %%d\r\n" % (
-    HEADER.encode(),
-    PURPOSE_HEADER.encode(),
-    RANK_HEADER.encode(),
-)
+_NAMED_LINES = header_line(HEADER, b"%b") + header_line(PURPOSE_HEADER, b"standby")
 _TIMEOUT = aiohttp.ClientTimeout(total=30)
 
 
@@ -86,7 +82,8 @@ class StandbyPrefill:
         self._sent[routing.session] = None
         worker = next(w for w, _ in others if w.id == standby)
         url = f"{worker.url}{PREFILL}?wait=false&protocol={protocol.name}"
-        lines = head.upstream_lines + _NAMED_LINES % (request_id.encode(), worker.rank)
+        named = _NAMED_LINES % request_id.encode() + rank_line(worker.rank)
+        lines = head.upstream_lines + named
         task = asyncio.create_task(self._send(url, lines, bytes(body)))
         self._sending.add(task)
         self._sending_bytes += (size := len(body))

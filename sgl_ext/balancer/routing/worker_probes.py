@@ -17,9 +17,8 @@ import msgspec
 from scheduler.silence import HANG_S, LOOK_S, Signs, is_waited_for
 from sgl_ext.balancer.routing.worker import Worker
 from sgl_ext.balancer.routing.workers import Workers, can_answer
-from sgl_ext.reading.client import RANK_HEADER, RANKS_HEADER, ROLE_HEADER
-from sgl_ext.settings.reloading import SETTINGS_HEADER
 from sgl_ext.supervision import Failed, supervise
+from sgl_ext.wire.headers import RANK_HEADER, read_probe
 
 log = logging.getLogger(__name__)
 
@@ -85,11 +84,11 @@ class WorkerProbes:
             worker.silent_probes += 1
         else:
             worker.silent_probes = 0
-            worker.settings_number = _number(head, SETTINGS_HEADER)
-            ranks = _number(head, RANKS_HEADER)
+            said = read_probe(head)
+            worker.settings_number = said.settings_number
             if status == HTTPStatus.OK:
-                self.workers.set_role(worker, head.get(ROLE_HEADER, ""))
-                for rank in self.workers.set_ranks(worker, 1 if ranks is None else ranks):
+                self.workers.set_role(worker, said.role)
+                for rank in self.workers.set_ranks(worker, 1 if said.ranks is None else said.ranks):
                     await self.probe(rank)
         worker.is_reachable = status is not None
         self.workers.mark(worker, ready=status == HTTPStatus.OK, cause=cause)
@@ -220,9 +219,3 @@ class WorkerProbes:
         except aiohttp.ClientError as error:
             number = getattr(error, "errno", None)
             return None, os.strerror(number) if number else str(error) or type(error).__name__
-
-
-def _number(headers: Mapping[str, str], name: str) -> int | None:
-    """The number that a header states, if it does."""
-    text = headers.get(name, "")
-    return int(text) if text.isascii() and text.isdecimal() else None

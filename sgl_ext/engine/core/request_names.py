@@ -38,14 +38,13 @@ without a tenant choose a name that begins with "~" (`tenancy.py`), and a tenant
 a number and ":", which no id contains.
 """
 
-import re
 from typing import Any
 
 from sgl_ext.engine.arguments import in_effect
 from sgl_ext.engine.core.request_context import RequestContext
 from sgl_ext.protocols.request_ids import HEADER, is_valid_id, new_request_id, unique_digits
-from sgl_ext.reading.client import GROUP_HEADER, PURPOSE_HEADER
 from sgl_ext.settings.schema import ANY_ADAPTER, Tenant
+from sgl_ext.wire.headers import GROUP_HEADER
 
 
 def group_of(context: RequestContext | None, raw_request: Any) -> str | None:
@@ -130,7 +129,6 @@ def _named(name: Any, owner: str) -> Any:
 
 _HEADER = HEADER.encode()
 _ON_SCOPE = "sgl_ext_request_id"
-_PURPOSE = re.compile(r"[a-z]{1,12}(-[0-9]{1,3})?")
 
 
 def request_id_of(scope: Any) -> str:
@@ -145,12 +143,6 @@ def request_id_of(scope: Any) -> str:
             request_id = new_request_id()
         state[_ON_SCOPE] = request_id
     return request_id
-
-
-def purpose_of(headers: dict[str, str]) -> str:
-    """What the balancer sends a request for, "" for the first attempt of a client's own."""
-    stated = headers.get(PURPOSE_HEADER, "")
-    return stated if _PURPOSE.fullmatch(stated) else ""
 
 
 def new_name(context: RequestContext) -> str:

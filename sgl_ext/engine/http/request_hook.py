@@ -19,25 +19,14 @@ from sgl_ext.engine.core.request_context import (
     enter,
     put_on,
 )
-from sgl_ext.engine.core.request_names import purpose_of, request_id_of
+from sgl_ext.engine.core.request_names import request_id_of
 from sgl_ext.engine.http.extension import HttpExtension, installed
 from sgl_ext.engine.http.translation import for_sglang
 from sgl_ext.protocols.prompt_cache import NO_HINTS, read_kv_hints
 from sgl_ext.protocols.registry import of_path
 from sgl_ext.reading.cache_marks import Marks, read_marks
-from sgl_ext.reading.client import (
-    BOOTSTRAP_HEADER,
-    GROUP_HEADER,
-    QUEUED_HEADER,
-    RANK_HEADER,
-    WINDOW_HEADER,
-    is_final,
-    read_client,
-    salt_of,
-    session_key,
-    stated_session,
-)
-from sgl_ext.reading.hints import NO_DEFAULTS, DefaultHints, read_importance, read_written
+from sgl_ext.reading.client import is_final, read_client, salt_of, session_key, stated_session
+from sgl_ext.reading.hints import limits_with, read_importance
 from sgl_ext.reading.segments import (
     Chain,
     read_batch,
@@ -46,12 +35,21 @@ from sgl_ext.reading.segments import (
     with_sorted_tools,
 )
 from sgl_ext.reading.strip import Stripped, strip_request
+from sgl_ext.wire.headers import (
+    GROUP_HEADER,
+    NO_DEFAULTS,
+    QUEUED_HEADER,
+    RANK_HEADER,
+    WINDOW_HEADER,
+    DefaultHints,
+    read_bootstrap,
+    read_defaults,
+    read_purpose,
+    read_seconds,
+)
 
 MAX_SEGMENTS = 16_384
-MAX_QUEUED_S = 3600.0
 _FIELD = re.compile(r"[\w.]+(?=: )")
-_BOOTSTRAP = re.compile(r"([!-~]+) ([0-9]{1,5}) ([0-9]{1,18})")
-_SECONDS = re.compile(r"[0-9]{1,9}(\.[0-9]{1,9})?")
 
 
 async def read_body(original: Callable[[Any], Awaitable[Any]], request: Any) -> Any:
@@ -102,7 +100,7 @@ def _read_context(extension: HttpExtension, request: Any, path: str, body: Any) 
     headers = dict(request.headers.items())  # of a repeated name the last, as in the balancer
     tenant = extension.tenants.asking(headers)
     defaults = _read_defaults(path, headers)
-    ttl_limits = defaults.ttl_limits(extension.settings.ttl_limits)
+    ttl_limits = limits_with(defaults, extension.settings.ttl_limits)
     protocol = of_path(path)
     hints = NO_HINTS if protocol.marks is None else read_kv_hints(body)
     marks = read_marks(protocol, body, ttl_limits, hints.lease_s)
@@ -142,10 +140,10 @@ def _read_context(extension: HttpExtension, request: Any, path: str, body: Any) 
         group=headers.get(GROUP_HEADER),
         session=stated_session(headers, body) or "",
         request_id=request_id_of(request.scope),
-        purpose=purpose_of(headers),
+        purpose=read_purpose(headers),
         queued_s=_read_seconds(path, headers, QUEUED_HEADER),
         window_s=_read_seconds(path, headers, WINDOW_HEADER),
-        bootstrap=_read_bootstrap(headers),
+        bootstrap=read_bootstrap(headers),
         rank=extension.rank_of(headers.get(RANK_HEADER)),
         is_last=is_final(headers),
         is_demoted=hints.demotes,
@@ -159,24 +157,16 @@ def _read_context(extension: HttpExtension, request: Any, path: str, body: Any) 
 def _read_defaults(path: str, headers: dict[str, str]) -> DefaultHints:
     """The operator's default hints for the request, as its balancer states them."""
     try:
-        return read_written(headers)
+        return read_defaults(headers)
     except ValueError:  # a balancer of another version
         counter("default_hints_malformed").labels(path).inc()
         return NO_DEFAULTS
 
 
 def _read_seconds(path: str, headers: dict[str, str], name: str) -> float:
-    """What the balancer states of its queue, at most MAX_QUEUED_S; 0 if it is malformed."""
-    stated = headers.get(name)
-    if stated is None:
-        return 0.0
-    if not _SECONDS.fullmatch(stated):
+    """What the balancer states of its queue; 0 if it is malformed."""
+    seconds = read_seconds(headers, name)
+    if seconds is None:
         counter("queued_headers_malformed").labels(path).inc()
         return 0.0
-    return min(float(stated), MAX_QUEUED_S)
-
-
-def _read_bootstrap(headers: dict[str, str]) -> tuple[str, int, int] | None:
-    """Where the balancer has the KV handed over; None if one engine does both."""
-    stated = _BOOTSTRAP.fullmatch(headers.get(BOOTSTRAP_HEADER, ""))
-    return None if stated is None else (stated[1], int(stated[2]), int(stated[3]))
+    return seconds

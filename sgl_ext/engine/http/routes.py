@@ -84,15 +84,14 @@ from sgl_ext.protocols.models import (
 )
 from sgl_ext.protocols.models import PATH as MODELS
 from sgl_ext.protocols.responses import COUNT_RESPONSE, RESPONSES
-from sgl_ext.reading.client import OWNER_HEADER, RANK_HEADER, RANKS_HEADER, ROLE_HEADER
-from sgl_ext.settings.reloading import (
-    SETTINGS_HEADER,
-    SETTINGS_PATH,
-    Version,
-    engine_values,
-    with_values,
-)
+from sgl_ext.settings.reloading import SETTINGS_PATH, Version, engine_values, with_values
 from sgl_ext.settings.schema import SettingsError
+from sgl_ext.wire.headers import (
+    OWNER_HEADER,
+    RANK_HEADER,
+    ProbeAnswer,
+    probe_headers,
+)
 
 
 def event_routes(
@@ -274,15 +273,13 @@ def ready_route(
     settings_number: Callable[[], int] = lambda: 0, ranks: int = 1, role: str = ""
 ) -> Route:
     """The route, in place of SGLang's. settings_number: the version of changed settings. ranks: how
-    many data-parallel ranks there are. role: as of ROLE_HEADER."""
+    many data-parallel ranks there are. role: as of `ProbeAnswer`."""
     readiness = Readiness()
 
     async def ready(request: Request) -> Response:
         manager = sglang_api.get_global_state().tokenizer_manager
         status = readiness.status(takes_requests=manager.is_ready())
-        headers = {SETTINGS_HEADER: str(settings_number()), RANKS_HEADER: str(ranks)}
-        if role:
-            headers[ROLE_HEADER] = role
+        headers = probe_headers(ProbeAnswer(settings_number(), ranks, role))
         return Response(None, status, headers)
 
     return Route(READY, ready, methods=["GET"])

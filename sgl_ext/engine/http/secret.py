@@ -23,9 +23,9 @@ from sgl_ext.engine.arguments import in_effect
 from sgl_ext.engine.core.counters import counter
 from sgl_ext.engine.core.request_context import current_dry_run
 from sgl_ext.protocols.request_ids import HEADER as REQUEST_ID_HEADER
-from sgl_ext.reading.client import INTERNAL_HEADERS, REFUSED, SECRET_HEADER
 from sgl_ext.settings.schema import SettingsError
 from sgl_ext.settings.secrets import EngineSecret, is_reachable
+from sgl_ext.wire.headers import INTERNAL_HEADERS, REFUSED, SECRET_HEADER
 
 log = logging.getLogger(__name__)
 

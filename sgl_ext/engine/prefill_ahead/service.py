@@ -40,11 +40,11 @@ from sgl_ext.engine.sglang_http_types import TokenizerManager
 from sgl_ext.protocols.registry import detect
 from sgl_ext.protocols.request_ids import HEADER as REQUEST_ID_HEADER
 from sgl_ext.protocols.routes import PREFILL
-from sgl_ext.reading.client import OWNER_HEADER, PURPOSE_HEADER, RANK_HEADER, TENANT_HEADER
 from sgl_ext.reading.next_turn import Turn, partial_turn
 from sgl_ext.reading.protocol import Protocol
 from sgl_ext.settings.schema import EngineSettings
 from sgl_ext.supervision import Guard, supervise
+from sgl_ext.wire.headers import OWNER_HEADER, PURPOSE_HEADER, RANK_HEADER, TENANT_HEADER
 
 WAIT_S = 30.0
 MOST_WAITING = 64

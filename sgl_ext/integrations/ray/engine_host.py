@@ -31,8 +31,8 @@ from sgl_ext.node.failure import reason_of
 from sgl_ext.node.flags import ports_beside
 from sgl_ext.node.log_dir import new_log, rotated
 from sgl_ext.node.ports import free_ports, reachable
-from sgl_ext.reading.client import SECRET_HEADER
 from sgl_ext.supervision import supervise
+from sgl_ext.wire.headers import SECRET_HEADER
 
 log = logging.getLogger(__name__)
 

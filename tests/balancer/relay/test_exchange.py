@@ -10,8 +10,8 @@ import pytest
 from aiohttp import web
 
 from sgl_ext.balancer.relay.exchange import Exchange
-from sgl_ext.reading.client import QUEUED_HEADER, WINDOW_HEADER
 from sgl_ext.settings.schema import BalancerSettings
+from sgl_ext.wire.headers import QUEUED_HEADER, WINDOW_HEADER
 from tests.balancer.conftest import Engine, Start
 from tests.waiting import HANG_S
 

@@ -6,8 +6,8 @@ import pickle
 from typing import Any
 
 from sgl_ext.balancer.relay.hint_rules import HintRules
-from sgl_ext.reading.hints import NO_DEFAULTS, DefaultHints
 from sgl_ext.settings.schema import DefaultHint
+from sgl_ext.wire.headers import NO_DEFAULTS, DefaultHints
 
 RULES = HintRules(
     [

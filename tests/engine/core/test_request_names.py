@@ -15,11 +15,9 @@ from sgl_ext.engine.core.request_names import (
     name_after_id,
     name_request,
     new_name,
-    purpose_of,
     request_id_of,
 )
 from sgl_ext.protocols.request_ids import is_valid_id
-from sgl_ext.reading.client import PURPOSE_HEADER
 
 IDS = st.from_regex(r"[A-Za-z0-9._+/=@#-]{1,12}", fullmatch=True)
 PURPOSES = st.sampled_from(["", "retry-1", "retry-12", "standby"])
@@ -102,10 +100,3 @@ def test_the_id_is_the_stated_one_or_made_once() -> None:
         made = request_id_of(scope)
         assert made.startswith("req_")
         assert request_id_of(scope) == made
-
-
-def test_a_purpose_is_a_short_word() -> None:
-    assert purpose_of({PURPOSE_HEADER: "retry-1"}) == "retry-1"
-    assert purpose_of({}) == ""
-    for wrong in ("x~y", "a" * 17, "a b", "0123"):
-        assert purpose_of({PURPOSE_HEADER: wrong}) == ""

@@ -16,10 +16,11 @@ from sgl_ext.engine.core.request_context import WHOLE_PROMPT, current
 from sgl_ext.engine.http import request_hook
 from sgl_ext.engine.http.extension import HttpExtension
 from sgl_ext.protocols.registry import of_path
-from sgl_ext.reading.hints import DEFAULTS_HEADER, USUAL, Importance
+from sgl_ext.reading.hints import USUAL, Importance
 from sgl_ext.reading.segments import Chain
 from sgl_ext.reading.strip import HeaderStrip, strip_request
 from sgl_ext.settings.schema import Tenant
+from sgl_ext.wire.headers import DEFAULTS_HEADER
 from tests.reading.test_system_text import HEADER, S
 
 Extend = Callable[..., HttpExtension]

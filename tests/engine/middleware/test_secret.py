@@ -18,8 +18,8 @@ from starlette.websockets import WebSocket, WebSocketDisconnect
 from sgl_ext.engine.core.request_context import convert
 from sgl_ext.engine.http import secret as secret_middleware
 from sgl_ext.engine.http.secret import install, send_secret
-from sgl_ext.reading.client import SECRET_HEADER
 from sgl_ext.settings.secrets import EngineSecret
+from sgl_ext.wire.headers import SECRET_HEADER
 
 OLD, NEW = "old-0123456789abcdef", "new-0123456789abcdef"
 INTERNAL = {
