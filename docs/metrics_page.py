@@ -84,12 +84,17 @@ def page(text: str) -> str:
 
 
 def _table(rows: list[Row]) -> str:
-    lines = ["| metric | type | labels | meaning |", "|---|---|---|---|"]
-    for row in rows:
-        labels = ", ".join(f"`{label}`" for label in row.labels)
-        text = row.text.replace("|", "\\|")
-        lines.append(f"| `{row.name}` | {row.kind} | {labels} | {text} |")
-    return "\n".join(lines) + "\n"
+    """A table for each type, since a query depends on it."""
+    tables = []
+    for kind in dict.fromkeys(row.kind for row in rows):
+        lines = [f"| {kind} | meaning |", "|---|---|"]
+        for row in rows:
+            if row.kind == kind:
+                labels = f"{{{','.join(row.labels)}}}" if row.labels else ""
+                text = row.text.replace("|", "\\|")
+                lines.append(f"| `{row.name}{labels}` | {text} |")
+        tables.append("\n".join(lines) + "\n")
+    return "\n".join(tables)
 
 
 if __name__ == "__main__":

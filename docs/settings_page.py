@@ -6,8 +6,7 @@ import re
 from collections.abc import Mapping
 from pathlib import Path
 
-from sgl_ext.settings.fields import Field, fields_of
-from sgl_ext.settings.schema import BalancerSettings, EngineSettings
+from sgl_ext.settings.fields import Field
 from sgl_ext.settings.sources import TABLES
 
 PAGE = Path(__file__).with_name("reference") / "settings.md"
@@ -21,15 +20,9 @@ written with hyphens or underscores. `python -m sgl_ext.balancer.serve`, for a b
 launcher, takes the flags of `[balancer]`, a `--worker URL` for each engine, and a `--config`.
 
 What says `yes` below "reload" changes \
-[without a restart](../guide/operations.md#reload-without-a-restart) of anything.
-
+[without a restart](../guide/operations.md#reload-without-a-restart) of anything. \
 A flag of a list can be repeated and adds to the list in the file; `--no-strip-headers` empties it \
-first. A flag that is true or false has a `--no-...` form. Times are at most a year.
-
-**To add a setting**, add one field to `sgl_ext/settings/schema.py`: type and range, a sentence of \
-help, a default. Its class decides which process reads it. Flags, keys, `--help`, errors, what \
-children get, and this page follow. Then run the command above. A rule that concerns several \
-settings, or a file, is a few lines in `sgl_ext/settings/sources.py`.
+first. A flag that is true or false has a `--no-...` form. Times (`-s`) are at most a year.
 
 The launcher gives each child its settings as JSON in the environment variable `SGLEXT_SETTINGS`. \
 No key is in there: `api-key` names the file or the variable that holds it.
@@ -59,30 +52,39 @@ def page() -> str:
 
 def _table(table: str, fields: Mapping[str, Field]) -> str:
     is_row = table in ("tenants", "hints")
-    rows = ["| key | default | allowed | read by | reload | meaning |", "|---|---|---|---|---|---|"]
+    rows = ["| key | default | allowed | reload | meaning |", "|---|---|---|---|---|"]
     for name, field in fields.items():
         default = f"`{field.shown_default}`" if field.shown_default else ""
         key = f"`{name.replace('_', '-')}`"
         text = re.sub(r"\b(guide|how|reference|start)/([\w-]+)\.md", _link, field.help)
-        reload = "yes" if is_row or field.reload.applies else "no"
-        readers = _readers(name) if table != "hints" else "balancer"
-        rows.append(f"| {key} | {default} | {field.allowed} | {readers} | {reload} | {text} |")
+        reload = "yes" if is_row or field.reload.applies else ""
+        rows.append(f"| {key} | {default} | {_short(field.allowed)} | {reload} | {text} |")
     return "\n".join(rows) + "\n"
+
+
+def _short(allowed: str) -> str:
+    """A range as signs: what is said in words in errors."""
+    for words, signs in _SIGNS:
+        allowed = re.sub(words, signs, allowed)
+    return allowed
+
+
+_SIGNS = (
+    (r"an? (integer|number) of at least ", r"\1 >= "),
+    (r"a number above 0 and at most 31536000", "> 0"),
+    (r"a number from 0 to 31536000", ">= 0"),
+    (r"an? (integer|number) above (\S+) and at most (\S+)", r"> \2, <= \3"),
+    (r"an? (integer|number) from (\S+) to (\S+)", r"\2 to \3"),
+    (r"integer >=", ">="),
+    (r"text that is not empty", "text"),
+    (r", so that no key is on a command line", ""),
+)
 
 
 def _link(place: re.Match[str]) -> str:
     folder, name = place.groups()
     path = f"{name}.md" if folder == PAGE.parent.name else f"../{folder}/{name}.md"
     return f"[{name}]({path})"
-
-
-def _readers(name: str) -> str:
-    if name in TABLES["tenants"]:
-        return "balancer, engines"
-    classes = {"balancer": BalancerSettings, "engines": EngineSettings}
-    if name in TABLES["picker"]:
-        return "picker"
-    return ", ".join(who for who, cls in classes.items() if name in fields_of(cls)) or "launcher"
 
 
 if __name__ == "__main__":

@@ -29,7 +29,6 @@ def routing_harnesses(found: Figures) -> Iterator[Table]:
         "TTFT p50, ms": "ttft_p50_ms",
         "p95": "ttft_p95_ms",
         "cached": "cached_ratio",
-        "load, most / mean": "load_max_over_mean",
         "moves": "moves",
     }
     for variant, of in found.items():
@@ -89,6 +88,10 @@ def misroute(found: Figures) -> Iterator[Table]:
     )
 
 
+# The chart has it too.
+_BETWEEN = ("2kb",)
+
+
 def proxy(found: Figures) -> Iterator[Table]:
     columns = {
         "CPU, microseconds a request": "cpu_us_per_request",
@@ -97,6 +100,8 @@ def proxy(found: Figures) -> Iterator[Table]:
     }
     every = proxies(found)
     for size in dict.fromkeys(size for sizes in every.values() for size in sizes):
+        if size in _BETWEEN:
+            continue
         rows = [
             (label(name), *(look(sizes, size, key) for key in columns.values()))
             for name, sizes in every.items()

@@ -26,9 +26,8 @@ SECTIONS = (
     Section(
         "warm_turn",
         "A turn whose prefix is cached",
-        "A conversation grows, and each turn adds a few words. Stock SGLang and sgl-ext get the "
-        "same bodies in turn. Host time is TTFT without the model's forward pass: it is what a "
-        "GPU would not make faster.",
+        "A conversation grows by a few words a turn. Host time is TTFT without the model's "
+        "forward pass: what a GPU would not make faster.",
         engine_tables.warm_turn,
         "how/engine.md",
         "ttft-by-length",
@@ -36,9 +35,9 @@ SECTIONS = (
     Section(
         "long_history",
         "Histories of up to a million tokens",
-        "The model has one layer, and a token attends to itself alone, so that attention's cost "
-        "is left out and all work on the host is there. A cold turn computes the whole history, "
-        "and a warm turn adds a few words.",
+        "A token attends to itself alone, so that attention's cost is left out and all work "
+        "on the host is there. A cold turn computes the whole history, a warm one adds a few "
+        "words.",
         engine_tables.long_history,
         "reference/limits.md",
         "ttft-of-long-histories",
@@ -46,8 +45,7 @@ SECTIONS = (
     Section(
         "header_strip",
         "A header that changes, at token 0",
-        "Claude Code sends a billing line that differs between sessions, ahead of everything that "
-        "sessions share. The same prompt is sent without the line, with the line under a name that "
+        "The same prompt without Claude Code's billing line, with the line under a name that "
         "nothing removes, and with the line that the engine removes.",
         engine_tables.header_strip,
         "how/strip.md",
@@ -56,7 +54,7 @@ SECTIONS = (
         "pin_flood",
         "A pinned prefix under a flood",
         "Between two turns of a session come other prompts that are together larger than the "
-        "cache. The share is of the tokens that the session's previous turn left in the cache.",
+        "cache. The share is of what the session's previous turn left in the cache.",
         engine_tables.pin_flood,
         "guide/pins.md",
         "cached-by-turn",
@@ -64,19 +62,16 @@ SECTIONS = (
     Section(
         "tiers",
         "Pins in host memory",
-        "Agents have pinned prefixes that are together 4 times as large as the cache. They come "
-        "back after others and after unpinned work. The host pool has room for all prefixes, and "
-        "HiCache fills it with everything that is computed. Shares and TTFTs are of agents who "
-        "came back. A session that moves goes on at another engine of the same machine.",
+        "Agents have pinned prefixes that are together 4 times as large as the cache, and "
+        "come back after others and after unpinned work.",
         engine_tables.tiers,
         "guide/pins.md",
     ),
     Section(
         "priority",
         "Interactive requests beside a batch",
-        "A batch that is more than the engine holds runs, and interactive requests come one by "
-        "one. All arms get the same requests. The first load uses up the request slots, the second "
-        "the memory of the key-value cache.",
+        "A batch that is more than the engine holds runs, and interactive requests come one "
+        "by one. The first load uses up the request slots, the second the KV memory.",
         engine_tables.priority,
         "guide/priority.md",
         "ttft-under-pressure",
@@ -84,9 +79,8 @@ SECTIONS = (
     Section(
         "speculative_prefill",
         "The next turn, prefilled ahead",
-        "People talk to agents. While a person thinks, the engine prefills the part of the next "
-        "prompt that is known. In one arm nothing is prefilled ahead, in another the client sends "
-        "what it knows as a request of its own.",
+        "While a person thinks, the engine prefills the part of the next prompt that is "
+        "known. In one arm the client sends what it knows as a request of its own.",
         engine_tables.speculative_prefill,
         "guide/prefill.md",
     ),
@@ -100,10 +94,9 @@ SECTIONS = (
     Section(
         "agents_jobs",
         "Whole jobs of agents",
-        "Agents with sub-agents run whole jobs on one engine, whose cache holds a third of what "
-        "those at work use. Nothing is marked. A job's time includes that of its tools, which is "
-        "scaled to how fast this machine computes a prompt. sgl-ext has its balancer in front, the "
-        "others have none.",
+        "Agents with sub-agents run whole jobs on one engine, whose cache holds a third of "
+        "what they use. Nothing is marked. sgl-ext has its balancer in front, the others have "
+        "none.",
         fleet_tables.agents_jobs,
         "guide/priority.md",
     ),
@@ -119,28 +112,26 @@ SECTIONS = (
     Section(
         "held_agents",
         "More agents than memory",
-        "Simulated engines of full size get more agents than fit into their memory. The balancer "
-        "holds some of them back, or none. Engines order their queues as ours do, or serve first "
-        "what comes first.",
+        "Simulated engines of full size get more agents than fit into their memory. The "
+        "balancer holds some of them back, or none.",
         fleet_tables.held_agents,
         "guide/priority.md",
     ),
     Section(
         "judges",
         "Load generators of other projects",
-        "aiperf, guidellm and SGLang's bench_serving send the same work to each address: two "
-        "engines behind our balancer, two stock engines that get requests in turn, and the same "
-        "two behind a router. All figures are the judges' own, except the cached share by "
-        "engines, which is from the engines' metrics.",
+        "Each load generator sends the same work to two engines behind our balancer, to two "
+        "stock engines in turn, and to these behind a router. The figures are the judges' "
+        "own.",
         balancer_tables.judges,
         "how/measuring.md",
     ),
     Section(
         "routing",
         "Routers: a team of agents",
-        "The same trace goes through each router to the same simulated engines. Engines behind "
-        "sgl-ext publish prefix events and take their queues in our order; the other routers have "
-        "stock engines. vllm-router alone gets a session header, because its policy needs one.",
+        "The same trace through each router to the same simulated engines. Engines behind "
+        "sgl-ext publish events and take their queues in our order; the others are stock "
+        "engines. vllm-router alone gets a session header, which its policy needs.",
         balancer_tables.routing,
         "how/routing.md",
         "routers",
@@ -148,8 +139,8 @@ SECTIONS = (
     Section(
         "routing_kind",
         "Routers: sessions of the published shape, much reuse",
-        "Sessions have the published shape of coding agents' work, and most of each prompt was "
-        "sent before. In a second arm, engines behind sgl-ext serve first what comes first.",
+        "Most of each prompt was sent before. In a second arm, engines behind sgl-ext serve "
+        "first what comes first.",
         balancer_tables.routing,
         "how/routing.md",
     ),
@@ -163,10 +154,9 @@ SECTIONS = (
     Section(
         "routing_harnesses",
         "Routers: many people with the same harness",
-        "128 people begin within seconds, all with the same coding agent, or with eight of them, "
-        "so that prompts begin alike. Without events, engines behind sgl-ext are stock engines "
-        "that only answer. Moves are requests that came to another engine than the one before of "
-        "the same conversation.",
+        "128 people begin within seconds, with the same coding agent or with eight of them, "
+        "so that prompts begin alike. Moves are requests that came to another engine than the "
+        "one before of the same conversation.",
         balancer_tables.routing_harnesses,
         "how/routing.md",
         "routers-one-harness",
@@ -174,10 +164,8 @@ SECTIONS = (
     Section(
         "unequal_engines",
         "Routers: engines of unequal speed",
-        "Four simulated engines in virtual time: two are equally fast, one has half and one a "
-        "quarter of their speed. Each trace has two seeds. Our router runs with and without "
-        "learning how fast they are. No request has a session header; sticky knows the sessions by "
-        "heart.",
+        "Four simulated engines: two are equally fast, one has half and one a quarter of "
+        "their speed. No request has a session header; sticky knows the sessions by heart.",
         fleet_tables.unequal_engines,
         "how/routing.md",
     ),
@@ -191,8 +179,8 @@ SECTIONS = (
     Section(
         "proxy",
         "What a proxy costs",
-        "One worker answers at once, and each proxy in front of it runs on one core. nginx reads "
-        "no body and knows no session: it shows what plain forwarding costs.",
+        "One worker answers at once, and each proxy in front of it runs on one core. nginx "
+        "reads no body: it shows what plain forwarding costs.",
         balancer_tables.proxy,
         "how/routing.md",
         "proxy-cost",
@@ -200,7 +188,7 @@ SECTIONS = (
     Section(
         "proxy_profile",
         "Where a request's time goes in the balancer",
-        "CPU time of each step of a request in the balancer's process, by the size of its body.",
+        "CPU time of each step of a request in the balancer's process.",
         balancer_tables.proxy_profile,
         "how/routing.md",
     ),
@@ -208,8 +196,7 @@ SECTIONS = (
         "index",
         "Time of a routing decision",
         "How long it takes to find which engines hold a prompt's prefix, and to choose one. "
-        "Dynamo's index runs in the same Python process that calls it, as ours does. Dynamo's "
-        "whole decision has no lookup in it, as its own index is empty here: it is its least.",
+        "Dynamo's whole decision has no lookup in it, as its own index is empty here.",
         balancer_tables.index,
         "how/prefix-index.md",
         "decision-time",
@@ -217,24 +204,23 @@ SECTIONS = (
     Section(
         "scale",
         "Up to a thousand engines",
-        "The balancer's own router, index and sessions, in front of simulated engines in virtual "
-        "time. Each engine has the same work in a fleet of any size.",
+        "The balancer's own router, index and sessions, in front of simulated engines in "
+        "virtual time, with the same work for each engine.",
         fleet_tables.scale,
         "guide/fleet.md",
     ),
     Section(
         "epp",
         "What the endpoint picker adds behind Envoy",
-        "One Envoy, two workers that answer at once, and the picker on a core of its own; Envoy, "
-        "workers and load generator share another.",
+        "One Envoy, two workers that answer at once, and the picker on a core of its own.",
         fleet_tables.epp,
         "guide/fleet.md",
     ),
     Section(
         "tool_loop",
         "A loop of tool calls",
-        "A client makes 20 calls: with the whole conversation each time, with stored turns, and "
-        "over a WebSocket. The engine answers at once.",
+        "A client makes 20 calls: with the whole conversation each time, with stored turns, "
+        "and over a WebSocket. The engine answers at once.",
         balancer_tables.tool_loop,
         "guide/contexts.md",
     ),
@@ -256,9 +242,9 @@ SECTIONS = (
     Section(
         "templates",
         "Chat templates",
-        "Conversations go through the chat template of each model family, with our hooks. Shares "
-        "are of the tokens of answers that the next prompt has again, so that the cache has them. "
-        "The CPU time is for 400 messages.",
+        "Conversations go through the chat template of each model family, with our hooks. "
+        "Shares are of the tokens of answers that the next prompt has again. The CPU time is "
+        "for 400 messages.",
         balancer_tables.templates,
         "guide/models.md",
     ),

@@ -80,16 +80,11 @@ def long_history(found: Figures) -> Iterator[Table]:
         rows = [
             (
                 look(one, "ours", "prompt_tokens"),
-                *(
-                    look(one, arm, kind, key)
-                    for key in ("ttft_ms", "host_ms")
-                    for arm in ("stock", "ours")
-                ),
+                *(look(one, arm, kind, "ttft_ms") for arm in ("stock", "ours")),
             )
             for one in sizes.values()
         ]
-        head = ("SGLang: TTFT, ms", "sgl-ext: TTFT, ms", "SGLang: host, ms", "sgl-ext: host, ms")
-        yield Table((f"tokens, {kind} turn", *head), rows)
+        yield Table((f"tokens, {kind} turn", "SGLang: TTFT, ms", "sgl-ext: TTFT, ms"), rows)
     peaks = [
         (
             look(one, "ours", "prompt_tokens"),

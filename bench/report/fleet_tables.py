@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from typing import Any
 
 from bench.report.charts import Figures, size_of
 from bench.report.labels import AGENT_LABELS, EPP_LABELS, SCALE_LABELS, SPEED_LABELS, label
 from bench.report.tables import Table, arms_table, look, named_table
 
+# Arms whose figures tell nothing that their neighbours' do not, and a size between two others.
+_ALIKE = ("ours_2_balancers", "ours_lag_500_ms", "ours_lag_2_s", "ours_lossy", "ours_lag_5_s")
+_BETWEEN = ("220kb",)
 _OF_FLEET = {
     "share of the ideal": ("share_of_ideal",),
     "TTFT p50, ms": ("ttft_p50_ms",),
@@ -19,20 +21,18 @@ _OF_FLEET = {
 
 
 def unequal_engines(found: Figures) -> Iterator[Table]:
-    columns = {
-        "TTFT p99, ms": ("ttft_p99_ms",),
-        "call, mean, ms": ("total_mean_ms",),
-        "cached": ("cached_ratio",),
-    }
-    gains: dict[str, Any] = {}
-    for trace, one in found.items():
-        if isinstance(one, Mapping) and (arms := look(one, "unequal")):
-            ours = {name: arm for name, arm in arms.items() if name != "gain"}
-            yield arms_table(ours, columns, label(trace), SPEED_LABELS)
-            gains[label(trace)] = arms["gain"]
-            gains[f"{label(trace)}, equal speeds"] = look(one, "equal", "gain")
-    columns = {name: columns[name] for name in ("TTFT p99, ms", "call, mean, ms")}
-    yield arms_table(gains, columns, "without learning / with")
+    """A column for each trace, and a row for each router."""
+    traces = {label(name): one for name, one in found.items() if look(one, "unequal")}
+    for head, key in (("call, mean, ms", "total_mean_ms"), ("TTFT p99, ms", "ttft_p99_ms")):
+        arms = dict.fromkeys(arm for one in traces.values() for arm in one["unequal"])
+        rows = [
+            (label(arm, SPEED_LABELS), *(look(one, "unequal", arm, key) for one in traces.values()))
+            for arm in arms
+            if arm != "gain"
+        ]
+        equal = (look(one, "equal", "gain", key) for one in traces.values())
+        rows.append(("no learning / learning, equal speeds", *equal))
+        yield Table((head, *traces), rows)
 
 
 def scale(found: Figures) -> Iterator[Table]:
@@ -41,7 +41,8 @@ def scale(found: Figures) -> Iterator[Table]:
     for size, ours in sizes.items():
         if arms := look(ours, "arms"):
             head = f"{size} engines"
-            yield arms_table({"ours": ours, **arms}, _OF_FLEET, head, SCALE_LABELS)
+            shown_arms = {name: one for name, one in arms.items() if name not in _ALIKE}
+            yield arms_table({"ours": ours, **shown_arms}, _OF_FLEET, head, SCALE_LABELS)
     yield named_table(
         found,
         {
@@ -56,7 +57,7 @@ def scale(found: Figures) -> Iterator[Table]:
 
 def epp(found: Figures) -> Iterator[Table]:
     for size, arms in found.items():
-        if isinstance(arms, Mapping) and "direct" in arms:
+        if isinstance(arms, Mapping) and "direct" in arms and size not in _BETWEEN:
             yield arms_table(
                 arms,
                 {
