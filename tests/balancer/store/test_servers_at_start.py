@@ -160,8 +160,8 @@ def test_what_a_setting_names_is_never_shown() -> None:
 
 def test_a_missing_package_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     for package, module, extra, url in (
-        ("redis", "redis_server", "redis", "redis://host"),
-        ("psycopg", "postgres_server", "postgres", "postgresql://host/db"),
+        ("redis", "redis", "redis", "redis://host"),
+        ("psycopg", "postgres", "postgres", "postgresql://host/db"),
     ):
         monkeypatch.setitem(sys.modules, package, None)
         monkeypatch.delitem(sys.modules, f"sgl_ext.balancer.store.{module}", raising=False)
