@@ -10,16 +10,12 @@ import aiohttp
 import orjson
 
 from radix.index_memory import segments_within
-from sgl_ext.balancer.access.authentication import KeyFileReloader
+from sgl_ext.balancer.access.authentication import KeyFileReloader, SentSecret, SharedKeys
 from sgl_ext.balancer.access.rate_limits import RateLimits
-from sgl_ext.balancer.access.sent_secret import SentSecret
-from sgl_ext.balancer.access.shared_keys import SharedKeys
 from sgl_ext.balancer.admin.app import ControlPool, make_app
 from sgl_ext.balancer.admin.state import part
-from sgl_ext.balancer.cluster.launcher import Launcher
-from sgl_ext.balancer.cluster.peers import PeerGroup, Peers
-from sgl_ext.balancer.cluster.reloads import Reloads
-from sgl_ext.balancer.cluster.store_messages import StoreMessages
+from sgl_ext.balancer.cluster.launcher import Launcher, Reloads
+from sgl_ext.balancer.cluster.peers import PeerGroup, Peers, StoreMessages
 from sgl_ext.balancer.conversations.conversation_store import ConversationStore
 from sgl_ext.balancer.conversations.tenant_documents import TenantDocuments
 from sgl_ext.balancer.metrics.registry import Metrics
@@ -27,9 +23,8 @@ from sgl_ext.balancer.relay.hint_rules import HintRules
 from sgl_ext.balancer.relay.services import Services
 from sgl_ext.balancer.reporting.activity import Activity
 from sgl_ext.balancer.reporting.diagnosis import DivergenceDetector
-from sgl_ext.balancer.reporting.line_file import LineFile, check_file
-from sgl_ext.balancer.reporting.request_log import RequestLog
-from sgl_ext.balancer.reporting.span_export import open_export
+from sgl_ext.balancer.reporting.request_log import LineFile, RequestLog, check_file
+from sgl_ext.balancer.reporting.spans import open_export
 from sgl_ext.balancer.reporting.whole_balancer import WholeBalancer
 from sgl_ext.balancer.routing.admission_queue import AdmissionQueue
 from sgl_ext.balancer.routing.engine_settings import EngineSettingsSender

@@ -16,8 +16,8 @@ import uvloop
 from radix.index_memory import segments_within
 from sgl_ext.balancer.cluster.peers import PeerGroup
 from sgl_ext.balancer.cluster.processes import run
-from sgl_ext.balancer.reporting.line_file import check_file
-from sgl_ext.balancer.reporting.span_export import check_export
+from sgl_ext.balancer.reporting.request_log import check_file
+from sgl_ext.balancer.reporting.spans import check_export
 from sgl_ext.balancer.server import Balancer
 from sgl_ext.balancer.store.documents import StoreUnusable
 from sgl_ext.balancer.store.opening import check_store

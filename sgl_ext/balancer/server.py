@@ -6,8 +6,7 @@ from contextlib import suppress
 from functools import partial
 from pathlib import Path
 
-from sgl_ext.balancer.access.authentication import Authentication, KeyFileReloader
-from sgl_ext.balancer.access.sent_secret import SentSecret
+from sgl_ext.balancer.access.authentication import Authentication, KeyFileReloader, SentSecret
 from sgl_ext.balancer.cluster.launcher import LauncherUnreachable
 from sgl_ext.balancer.cluster.peers import PeerGroup
 from sgl_ext.balancer.conversations.connection_turns import LaneTurns

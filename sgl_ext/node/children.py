@@ -8,7 +8,7 @@ from socket import gethostname
 
 from msgspec.structs import replace
 
-from sgl_ext.balancer.reporting.span_export import check_export
+from sgl_ext.balancer.reporting.spans import check_export
 from sgl_ext.balancer.store.opening import check_store
 from sgl_ext.membership.member import Member, MembershipError
 from sgl_ext.membership.sources import open_source, open_sources, write_members

@@ -10,24 +10,55 @@ There are three kinds of keys:
 With a key file, the key decides the tenant of a request, and the client's own `x-tenant-id` is
 dropped. Only operators and admins may name a tenant there, as a proxy that authenticates its
 callers itself does. Without a key file the balancer trusts `x-tenant-id`. Without any key it
-refuses what a web page may have sent (`web_pages.py`).
+refuses what a web page may have sent (`refuse_page`).
+
+A browser on the node, or one that can reach it, sends requests for whatever page it shows. No key
+tells them from the operator's, but the browser's own headers do:
+
+    Origin            the page's address, with everything but plain GET requests
+    Sec-Fetch-Site    `cross-site` if the page is from elsewhere
+    Host              a page whose name its owner has pointed at our address (DNS rebinding) still
+                      sends that name
+
+A page cannot read an answer, as none permits it (CORS), and it cannot send JSON unless it passes
+for one of our own, which its Origin then shows.
+
+A key that was revoked on one balancer is revoked on all that share a store. Each balancer has the
+operator's key file. The newest one, by the time of its last change, is known to all through the
+store: its version and the hashes of its keys. A balancer that reads an older file says so, and
+accepts only the keys that both files have. So the store can take keys away and never give one: who
+can write there gains nothing.
 """
 
 import hmac
 import logging
+from collections.abc import Mapping
 from dataclasses import dataclass
 from http import HTTPStatus
+from ipaddress import ip_address
 from pathlib import Path
+from urllib.parse import urlsplit
 
-from sgl_ext.balancer.access.web_pages import refuse_page
+import aiohttp
+
 from sgl_ext.balancer.http.request_head import RequestHead
 from sgl_ext.balancer.metrics.registry import Metrics
+from sgl_ext.balancer.store.documents import StoreFailed
+from sgl_ext.balancer.store.shared_state import SharedState
 from sgl_ext.key_file import KeyFile, KeysError, read_keys
 from sgl_ext.protocols import routes
 from sgl_ext.protocols.errors import BalancerError
-from sgl_ext.settings.secrets import file_version
+from sgl_ext.settings.schema import SettingsError
+from sgl_ext.settings.secrets import EngineSecret, file_version
 from sgl_ext.tenants import Tenants
-from sgl_ext.wire.headers import GROUP_HEADER, OWNER_HEADER, TENANT_HEADER, TENANT_NAME
+from sgl_ext.wire.headers import (
+    GROUP_HEADER,
+    OWNER_HEADER,
+    SECRET_HEADER,
+    TENANT_HEADER,
+    TENANT_NAME,
+    header_line,
+)
 
 log = logging.getLogger(__name__)
 
@@ -204,3 +235,118 @@ def _require_tenant_path(head: RequestHead) -> None:
 
 def _unauthorized() -> BalancerError:
     return BalancerError(HTTPStatus.UNAUTHORIZED, "Invalid or missing API key.")
+
+
+def refuse_page(fields: Mapping[bytes, bytes], *, is_administrative: bool) -> None:
+    """Raises BalancerError 403, naming the header, if a page of another machine sent the request.
+
+    Administration must also be addressed to a loopback name. `fields` has lower-case names.
+    """
+    origin = fields.get(b"origin", b"").decode("latin-1")
+    if origin == "null" or (
+        origin.lower().startswith(("http:", "https:")) and not _is_loopback(origin)
+    ):
+        raise _refused("origin", origin)
+    if not is_administrative:
+        return
+    site = fields.get(b"sec-fetch-site", b"").decode("latin-1")
+    if site.lower() == "cross-site":
+        raise _refused("sec-fetch-site", site)
+    host = fields.get(b"host", b"").decode("latin-1")
+    if host and not _is_loopback(f"//{host}"):
+        raise _refused("host", host)
+
+
+def _is_loopback(url: str) -> bool:
+    """Whether a URL names this machine, by a name that no DNS server can point elsewhere."""
+    try:
+        name = (urlsplit(url).hostname or "").removesuffix(".")
+        return name == "localhost" or name.endswith(".localhost") or ip_address(name).is_loopback
+    except ValueError:
+        return False
+
+
+def _refused(header: str, value: str) -> BalancerError:
+    return BalancerError(
+        HTTPStatus.FORBIDDEN,
+        f"{header}: {value[:80]!r} is not this machine. Without --api-key or --keys a request that "
+        "a web page elsewhere may have sent is refused, and administration is local.",
+    )
+
+
+_NAME = "keys"
+_HASH_BYTES = 32
+
+
+class SharedKeys:
+    """Compares this balancer's key file with the newest one."""
+
+    def __init__(self, key_file: KeyFileReloader, state: SharedState, metrics: Metrics) -> None:
+        self._key_file = key_file
+        self._state = state
+        self._shared = -1
+        self._is_older = False
+        self._older = metrics.key_file_older
+
+    async def compare(self) -> bool:
+        """Whether other keys are valid now than before. Call it every second."""
+        version, hashes = self._key_file.changed_ns, self._key_file.hashes
+        try:
+            newer = await self._state.newer(_NAME, version)
+            if newer is None and version > self._shared:
+                await self._state.share(_NAME, version, b"".join(map(bytes.fromhex, hashes)))
+                self._shared = version
+        except StoreFailed:  # what was revoked stays revoked
+            return False
+        valid = None if newer is None else _split_hashes(newer[1])
+        is_older = valid is not None and valid != hashes
+        if is_older and not self._is_older:
+            message = "keys=%s: another balancer reads a newer file: only keys in both are valid"
+            log.warning(message, self._key_file.path)
+            self._older.inc()
+        elif self._is_older and not is_older:
+            log.info("keys=%s: as new as that of every other balancer", self._key_file.path)
+        self._is_older = is_older
+        return self._key_file.restrict(valid)
+
+
+def _split_hashes(data: bytes) -> frozenset[str]:
+    ends = range(0, len(data), _HASH_BYTES)
+    return frozenset(data[at : at + _HASH_BYTES].hex() for at in ends)
+
+
+class SentSecret:
+    """The current secret. An invalid change of its file leaves the earlier one in force.
+
+    line: the header line for the data path; empty without a secret.
+    """
+
+    def __init__(self, source: str | None, metrics: Metrics) -> None:
+        """source: the setting `engine-secret`. Raises SettingsError."""
+        self._secret = EngineSecret(source)
+        self._reloads = metrics.engine_secret_reloads
+        self._failures = metrics.engine_secret_reload_failures
+
+    @property
+    def line(self) -> bytes:
+        if not self._secret.accepted:
+            return b""
+        return header_line(SECRET_HEADER, self._secret.sent.encode())
+
+    def put_into(self, session: aiohttp.ClientSession) -> None:
+        """Lets a session, which may be for engines only, send the secret from now on. Without one
+        it says so, and an engine that has one refuses its probes."""
+        session.headers[SECRET_HEADER] = self._secret.sent
+
+    def reload_if_changed(self) -> bool:
+        """Whether the secret has changed. Call this periodically."""
+        try:
+            changed = self._secret.reload_if_changed()
+        except SettingsError as error:
+            log.error("%s; the earlier secret stays valid", error)
+            self._failures.inc()
+            return False
+        if changed:
+            log.info("engine_secret: read again")
+            self._reloads.inc()
+        return changed

@@ -9,7 +9,7 @@ from http import HTTPStatus
 from aiohttp import web
 
 from sgl_ext.balancer.admin.worker_routes import SERVICES
-from sgl_ext.balancer.reporting.line_search import SearchTooLong
+from sgl_ext.balancer.reporting.request_log import SearchTooLong
 from sgl_ext.protocols.errors import BalancerError
 from sgl_ext.protocols.request_ids import is_valid_id
 

@@ -16,8 +16,7 @@ from typing import Any
 import orjson
 
 from sgl_ext.balancer.relay.services import Services
-from sgl_ext.balancer.reporting.activity import merged
-from sgl_ext.balancer.reporting.programs import SHOWN_PROGRAMS, programs_of
+from sgl_ext.balancer.reporting.activity import SHOWN_PROGRAMS, merged, programs_of
 from sgl_ext.balancer.routing.worker import Worker
 from sgl_ext.doctor.report import add_advice
 from sgl_ext.reading.client import shown_name

@@ -1,10 +1,17 @@
 """The balancer's metrics: names, labels and HELP texts. docs/reference/metrics.md lists them."""
 
 from bisect import bisect_right
+from collections.abc import Callable, Iterator, Mapping, Sequence, Sized
+from typing import Any, Protocol
 
+from prometheus_client.core import GaugeMetricFamily, Metric
+
+from scheduler.breaker import Breaker, State
+from scheduler.placing.speeds import Weights
 from sgl_ext import supervision
-from sgl_ext.balancer.metrics.clients import ClientMetrics
-from sgl_ext.balancer.metrics.page import Page
+from sgl_ext.balancer.metrics.instruments import Counter, Histogram, Page
+from sgl_ext.reading.client import ClientFacts
+from sgl_ext.reading.usage import Usage
 from sgl_ext.version import versions
 
 _TOKENS = (0, 16, 64, 256, 1024, 4096, 16384, 65536)
@@ -362,3 +369,176 @@ class Metrics(Page):
     def store_failed(self, _: str) -> None:
         """Counts a read or write of the store of responses and contexts that failed."""
         self.store_events.counts[("failed",)] += 1
+
+
+_UNSTATED, _MCP, _OTHER = "unstated", "mcp", "other"
+# Claude Code's agents and Codex's. People name theirs as they like: other types are one label.
+_AGENT_TYPES = (
+    *("Explore", "Plan", "claude", "custom", "general-purpose", "statusline-setup", "teammate"),
+    *("memory_consolidation", "review", "thread_spawn"),
+)
+_TOOLS = frozenset(
+    ("Agent", "Bash", "Edit", "Glob", "Grep", "Read", "Skill", "WebFetch", "WebSearch", "Write")
+)
+_TOOLS_S = (0.01, 0.1, 0.5, 1, 5, 15, 60, 300, 900, 3600)
+
+
+class ClientMetrics:
+    """Requests and cached tokens by class of request, and the time that tools take."""
+
+    def __init__(
+        self, counter: Callable[..., Counter], histogram: Callable[..., Histogram]
+    ) -> None:
+        self._requests = counter(
+            "client_requests{harness,class,agent}",
+            "Answered requests, by the agent program, what it sent them for, and its kind of "
+            "sub-agent, as far as it states these.",
+        )
+        self._prompt_tokens = counter(
+            "client_prompt_tokens{harness,class}",
+            "Prompt tokens of the requests whose worker reported its cached tokens, by agent "
+            "program and class of request.",
+        )
+        self._cached_tokens = counter(
+            "client_cached_tokens{harness,class}",
+            "Prompt tokens that workers read from their cache, by agent program and class of "
+            "request.",
+        )
+        self._tool_s = histogram(
+            "client_tool_seconds{tool}",
+            "Time for which clients ran a tool before they sent its result, as they state it.",
+            _TOOLS_S,
+        )
+        self.hints_ignored = counter(
+            "client_hints_ignored{hint}",
+            "Headers and fields about the client that were malformed or unknown, and were ignored.",
+        )
+        self.volatile_lines = counter(
+            "volatile_lines{kind}",
+            "Volatile lines found in system texts: moved to the first user message, or kept.",
+        )
+
+    def count(self, facts: ClientFacts, prompt_tokens: int, usage: Usage | None) -> None:
+        """Counts an answered request. prompt_tokens: an estimate, if the usage has none."""
+        request_class = facts.request_class or _UNSTATED
+        agent = facts.agent_type and agent_label(facts.agent_type)
+        self._requests.counts[facts.harness, request_class, agent] += 1
+        if usage is not None and usage.cached_tokens is not None:
+            prompt_tokens = usage.prompt_tokens or prompt_tokens
+            self._prompt_tokens.counts[facts.harness, request_class] += prompt_tokens
+            self._cached_tokens.counts[facts.harness, request_class] += usage.cached_tokens
+        for tool, duration_ms in facts.prev_tool_durations_ms:
+            self._tool_s.observe(tool_label(tool), duration_ms / 1e3)
+
+
+def agent_label(agent_type: str) -> str:
+    """A kind of sub-agent as a label; "" if there is none."""
+    return agent_type if agent_type in _AGENT_TYPES else agent_type and _OTHER
+
+
+def tool_label(tool: str) -> str:
+    """A tool of an agent program as a label."""
+    if tool in _TOOLS:
+        return tool
+    return _MCP if tool.startswith("mcp__") else _OTHER
+
+
+class ShownWorker(Protocol):
+    """What is shown of a worker."""
+
+    ready: bool
+    draining: bool
+    refuses_secret: bool
+    publishes: bool
+    breaker: Breaker
+    in_flight: int
+    pinned_tokens: int
+    weights: Weights
+    report: Mapping[str, Any]
+
+    @property
+    def pins(self) -> Sized: ...
+    @property
+    def state(self) -> str: ...
+    def total_pending_tokens(self, now_s: float) -> int: ...
+
+
+# Each metric of a worker: its help text and its value at a time.
+_GAUGES: dict[str, tuple[str, Callable[[ShownWorker, float], float]]] = {
+    "ready": ("Whether the worker is ready for requests.", lambda worker, now_s: worker.ready),
+    "draining": (
+        "Whether the worker drains: it gets no new requests and leaves after its last one.",
+        lambda worker, now_s: worker.draining,
+    ),
+    "secret_refused": (
+        "Whether the worker refuses the engine secret of this balancer.",
+        lambda worker, now_s: worker.refuses_secret,
+    ),
+    "breaker_open": (
+        "Whether the worker's circuit breaker is open.",
+        lambda worker, now_s: worker.breaker.state is State.OPEN,
+    ),
+    "in_flight": (
+        "Requests that the worker is answering for this balancer.",
+        lambda worker, now_s: worker.in_flight,
+    ),
+    "pending_tokens": (
+        "Estimate of the prompt tokens that the worker still has to compute.",
+        lambda worker, now_s: worker.total_pending_tokens(now_s),
+    ),
+    "pinned_tokens": (
+        "Tokens of the prefixes that are pinned in the worker's cache.",
+        lambda worker, now_s: worker.pinned_tokens,
+    ),
+    "pins": (
+        "Prefixes that are pinned in the worker's cache.",
+        lambda worker, now_s: len(worker.pins),
+    ),
+    "prefill_weight": (
+        "What a token of prefill costs there, 1 on the usual engine; learned from requests.",
+        lambda worker, now_s: worker.weights.prefill,
+    ),
+    "decode_weight": (
+        "What a decoded token costs there, 1 on the usual engine; learned from requests.",
+        lambda worker, now_s: worker.weights.decode,
+    ),
+    "subscribed": (
+        "Whether the worker publishes the prefixes that it holds. Without them it is routed to by "
+        "what this balancer sent there.",
+        lambda worker, now_s: worker.publishes,
+    ),
+}
+# Each metric that an engine reports of itself: its help text, and its name in the report.
+_REPORTED = {
+    "running_requests": ("Requests that the worker's scheduler runs, of all balancers.", "running"),
+    "queued_requests": ("Requests that wait in the worker's own queue.", "queued"),
+    "used_tokens": (
+        "Tokens in the worker's KV cache that cannot be evicted: of running requests, and pinned.",
+        "used_tokens",
+    ),
+    "capacity_tokens": ("Tokens that fit into the worker's KV cache.", "capacity_tokens"),
+}
+
+
+def gauges(
+    workers: Mapping[str, ShownWorker], states: Sequence[str], now_s: float
+) -> Iterator[Metric]:
+    """All gauges of these workers, by their ids. states: those that a worker can be in."""
+    for gauge, (help_text, value) in _GAUGES.items():
+        family = GaugeMetricFamily(f"sgl_ext_worker_{gauge}", help_text, labels=["worker"])
+        for name, worker in workers.items():
+            family.add_metric([name], value(worker, now_s))
+        yield family
+    for gauge, (help_text, field) in _REPORTED.items():
+        family = GaugeMetricFamily(f"sgl_ext_worker_{gauge}", help_text, labels=["worker"])
+        for name, worker in workers.items():
+            if field in worker.report:
+                family.add_metric([name], worker.report[field])
+        yield family
+    text = "Whether this is the worker's state; it gets new requests in the state ready alone."
+    labels = ["worker", "state"]
+    family = GaugeMetricFamily("sgl_ext_worker_state", text, labels=labels)
+    for name, worker in workers.items():
+        for state in states:
+            family.add_metric([name, state], worker.state == state)
+    yield family

@@ -25,7 +25,7 @@ from sgl_ext.balancer.http.request_reader import Request
 from sgl_ext.balancer.http.upstream import ResponseHead, Upstream
 from sgl_ext.balancer.relay.prefill_leg import PrefillLeg, hand_over_line
 from sgl_ext.balancer.relay.services import Services
-from sgl_ext.balancer.reporting.request_spans import RequestSpans
+from sgl_ext.balancer.reporting.spans import RequestSpans
 from sgl_ext.balancer.routing.attempts import NO_ROUTING, Attempt
 from sgl_ext.balancer.routing.trials import fingerprint_of
 from sgl_ext.balancer.routing.worker import Worker

@@ -10,8 +10,8 @@ from typing import Any
 import aiohttp
 
 from scheduler.retry_budget import RetryBudget
+from sgl_ext.balancer.access.authentication import SentSecret
 from sgl_ext.balancer.access.rate_limits import RateLimits
-from sgl_ext.balancer.access.sent_secret import SentSecret
 from sgl_ext.balancer.cluster.launcher import Launcher
 from sgl_ext.balancer.conversations import contexts
 from sgl_ext.balancer.conversations.connection_turns import LaneTurns
@@ -25,12 +25,10 @@ from sgl_ext.balancer.relay.hint_rules import HintRules
 from sgl_ext.balancer.relay.large_bodies import LargeBodies
 from sgl_ext.balancer.relay.reading import Asked, BodyReader, Reading, read_registration
 from sgl_ext.balancer.relay.resends import MOST_LEFT, Resends
-from sgl_ext.balancer.reporting.activity import Activity
+from sgl_ext.balancer.reporting.activity import Activity, HitRates
 from sgl_ext.balancer.reporting.cache_turns import CacheTurns
-from sgl_ext.balancer.reporting.hit_rates import HitRates
-from sgl_ext.balancer.reporting.request_log import RequestLog
-from sgl_ext.balancer.reporting.sampled_log import SampledLog
-from sgl_ext.balancer.reporting.span_export import SpanExport
+from sgl_ext.balancer.reporting.request_log import RequestLog, SampledLog
+from sgl_ext.balancer.reporting.spans import SpanExport
 from sgl_ext.balancer.routing.admission_queue import AdmissionQueue
 from sgl_ext.balancer.routing.readiness import Readiness
 from sgl_ext.balancer.routing.router import Router

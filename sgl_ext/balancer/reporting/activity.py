@@ -3,15 +3,141 @@
 Each process of a balancer has its own. `merged` adds up the `as_json` of all of them. An agent is
 one conversation. A session is what its client names: the agents that state no id of their own are
 one session.
+
+The history has the requests of the last hour, summed by interval: hit rate, TTFT, requests and
+tokens a second. Intervals are numbered by the wall clock, so those of several processes are the
+same, and their sums add up. An interval without requests takes no memory. TTFTs are counted in
+buckets whose bounds grow by GROWTH, so a quantile is off by about 5% at most.
 """
 
+from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
+from math import ceil, log
 from typing import Any
 
-from sgl_ext.balancer.metrics.instruments import Tables
-from sgl_ext.balancer.reporting.history import History, series
-from sgl_ext.reading.client import NO_FACTS, ClientFacts
+from sgl_ext.balancer.metrics.instruments import Labels, Tables
+from sgl_ext.reading.client import NO_FACTS, OF_NO_AGENT, OF_SUBAGENTS, SDK, UNKNOWN, ClientFacts
 from sgl_ext.reading.usage import Usage
+
+INTERVAL_S = 10
+LENGTH = 360
+_RECENT = 6
+GROWTH = 1.1
+_SHORTEST_S = 0.0001
+_PER_LOG = 1 / log(GROWTH)
+
+# Requests; tokens of the prompts whose answers reported a usage, cached ones, output tokens.
+_Sums = list[int]
+_Counts = dict[float, int]
+_Interval = tuple[_Sums, _Counts]
+
+
+class History:
+    """One process's sums, by interval. Times are wall-clock seconds."""
+
+    def __init__(self, started_s: float) -> None:
+        self._started_s = started_s
+        self._intervals: dict[float, _Interval] = {}
+        self._latest: float | None = None
+        self._interval = _nothing()
+
+    def add(
+        self, now_s: float, ttft_s: float | None, prompt: int, cached: int, output: int
+    ) -> None:
+        """Adds an answered request. ttft_s: None if it does not count. The tokens are 0 if the
+        answer reported no usage."""
+        number = now_s // INTERVAL_S
+        if number != self._latest:
+            self._latest, self._interval = (
+                number,
+                self._intervals.get(number) or self._begin(number),
+            )
+        sums, counts = self._interval
+        sums[0] += 1
+        if prompt:
+            sums[1] += prompt
+            sums[2] += cached
+            sums[3] += output
+        if ttft_s is not None:
+            bucket = log(ttft_s if ttft_s > _SHORTEST_S else _SHORTEST_S) * _PER_LOG // 1
+            counts[bucket] = counts.get(bucket, 0) + 1
+
+    def _begin(self, number: float) -> _Interval:
+        for old in [each for each in self._intervals if not number - LENGTH <= each <= number]:
+            del self._intervals[old]
+        interval = self._intervals[number] = ([0, 0, 0, 0], {})
+        return interval
+
+    def as_json(self) -> dict[str, Any]:
+        """What `series` adds up."""
+        rows = [
+            [int(number), sums, [*counts.items()]]
+            for number, (sums, counts) in self._intervals.items()
+        ]
+        return {"started_s": self._started_s, "intervals": rows}
+
+
+def series(documents: Iterable[Mapping[str, Any]], now_s: float) -> dict[str, Any]:
+    """The history of all processes, from their `as_json`: one value for each interval that is
+    complete, the oldest first, since the first process began, for an hour at most.
+
+    `recent` has the values of the last minute together. A rate is null where no prompt, and a TTFT
+    where no answer, is known.
+    """
+    documents = list(documents)
+    end = int(now_s) // INTERVAL_S
+    began = min((document["started_s"] for document in documents), default=now_s)
+    first = max(end - LENGTH, int(began) // INTERVAL_S)
+    found: dict[int, _Interval] = {}
+    for document in documents:
+        for number, sums, counts in document["intervals"]:
+            if first <= number < end:
+                _add(found.setdefault(number, _nothing()), sums, counts)
+    intervals = [found.get(number) or _nothing() for number in range(first, end)]
+    last_minute = _nothing()
+    for sums, buckets in intervals[-_RECENT:]:
+        _add(last_minute, sums, buckets.items())
+    span_s = INTERVAL_S * len(intervals[-_RECENT:])
+    values = [_values(interval, INTERVAL_S) for interval in intervals]
+    names = _values(_nothing(), INTERVAL_S)
+    return {
+        "interval_s": INTERVAL_S,
+        "end_s": end * INTERVAL_S,
+        **{name: [each[name] for each in values] for name in names},
+        "recent": {"span_s": span_s, **_values(last_minute, span_s)},
+    }
+
+
+def _nothing() -> _Interval:
+    return [0, 0, 0, 0], {}
+
+
+def _add(to: _Interval, sums: _Sums, counts: Iterable[tuple[float, int]]) -> None:
+    to[0][:] = map(sum, zip(to[0], sums, strict=True))
+    for bucket, count in counts:
+        to[1][bucket] = to[1].get(bucket, 0) + count
+
+
+def _values(interval: _Interval, span_s: int) -> dict[str, float | None]:
+    (requests, prompt, cached, output), counts = interval
+    return {
+        "hit_rate": round(cached / prompt, 4) if prompt else None,
+        "ttft_p50_s": _quantile(counts, 0.5),
+        "ttft_p99_s": _quantile(counts, 0.99),
+        "requests_per_s": round(requests / span_s, 2) if span_s else None,
+        "output_tokens_per_s": round(output / span_s, 1) if span_s else None,
+    }
+
+
+def _quantile(counts: _Counts, share: float) -> float | None:
+    """The geometric middle of the bucket with the quantile; None without counts."""
+    rank = ceil(sum(counts.values()) * share)
+    for bucket in sorted(counts):
+        rank -= counts[bucket]
+        if rank <= 0:
+            return float(f"{GROWTH ** (bucket + 0.5):.3g}")
+    return None
+
 
 MOST_SESSIONS = 1024
 MOST_TENANTS = 256
@@ -188,3 +314,83 @@ def _session(
 
 def _share(part: int, whole: int) -> float | None:
     return round(part / whole, 4) if whole else None
+
+
+HIT_RATE_S = 10.0
+SAMPLES = 30
+
+Pair = tuple[int, int]
+
+
+class HitRates:
+    """Samples two counters by engine, so that it knows their increase in the last five minutes.
+
+    cached, prompt: the counters of reported cached tokens, and of these prompts' tokens.
+    """
+
+    def __init__(self, cached: Mapping[Labels, int], prompt: Mapping[Labels, int]) -> None:
+        self._cached = cached
+        self._prompt = prompt
+        self._samples: dict[str, deque[Pair]] = {}
+        self._sampled_s = float("-inf")
+
+    def sample(self, now_s: float, engines: Sequence[str]) -> None:
+        """Call it periodically with all engines; it forgets the others."""
+        if now_s - self._sampled_s < HIT_RATE_S:
+            return
+        self._sampled_s = now_s
+        nothing: deque[Pair] = deque([(0, 0)], maxlen=SAMPLES)
+        self._samples = {name: self._samples.get(name) or nothing.copy() for name in engines}
+        for name, samples in self._samples.items():
+            samples.append(self._totals(name))
+
+    def recent(self, engine: str) -> Pair:
+        """Cached tokens, and tokens of the prompts, since the oldest sample."""
+        samples = self._samples.get(engine)
+        before = samples[0] if samples else (0, 0)
+        now = self._totals(engine)
+        if now < before:  # the engine left, and another came that has its name
+            before = (0, 0)
+        return now[0] - before[0], now[1] - before[1]
+
+    def _totals(self, engine: str) -> Pair:
+        return self._cached.get((engine,), 0), self._prompt.get((engine,), 0)
+
+
+SHOWN_PROGRAMS = 100
+
+
+def programs_of(agents: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """The programs of agents, as `activity.merged` has them, the one with the latest request first.
+    A session whose client names none is left out, and so is a single one of no harness that is
+    known. What a harness sends beside its agents is part of the program, and no agent of it.
+    `cached_share` is the mean of the agents' shares, weighted by the tokens of their last prompts.
+    """
+    found: dict[tuple[str, str], list[Mapping[str, Any]]] = {}
+    for agent in agents:
+        if name := agent["harness_session"]:
+            found.setdefault((agent["tenant"], name), []).append(agent)
+    programs = [
+        _program(tenant, name, agents)
+        for (tenant, name), agents in found.items()
+        if len(agents) > 1 or agents[0]["harness"] not in (SDK, UNKNOWN)
+    ]
+    return sorted(programs, key=lambda program: -program["last_s"])
+
+
+def _program(tenant: str, name: str, agents: list[Mapping[str, Any]]) -> dict[str, Any]:
+    shares = [one for one in agents if one["cached_share"] is not None]
+    tokens = sum(one["prompt_tokens"] for one in shares)
+    cached = sum(one["cached_share"] * one["prompt_tokens"] for one in shares)
+    return {
+        "session": name,
+        "tenant": tenant,
+        "harness": agents[0]["harness"],
+        "agents": max(sum(one["class"] not in OF_NO_AGENT for one in agents), 1),
+        "subagents": sum(one["class"] in OF_SUBAGENTS for one in agents),
+        "turns": sum(one["turns"] for one in agents),
+        "prompt_tokens": sum(one["prompt_tokens"] for one in agents),
+        "cached_share": round(cached / tokens, 4) if tokens else None,
+        "engines": len({one["engine"] for one in agents}),
+        "last_s": max(one["last_s"] for one in agents),
+    }

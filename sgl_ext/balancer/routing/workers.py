@@ -11,8 +11,7 @@ from prometheus_client.core import Metric
 from prometheus_client.registry import Collector
 
 from radix.tier import Tier
-from sgl_ext.balancer.metrics.registry import Metrics
-from sgl_ext.balancer.metrics.worker_gauges import gauges
+from sgl_ext.balancer.metrics.registry import Metrics, gauges
 from sgl_ext.balancer.routing.worker import DECODE, PREFILL, STATES, Worker, rank_id
 from sgl_ext.membership.member import ADMIN, AdminChanges, Member, merge
 

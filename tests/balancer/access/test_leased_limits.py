@@ -6,9 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from sgl_ext.balancer.access.authentication import KeyFileReloader
+from sgl_ext.balancer.access.authentication import KeyFileReloader, SharedKeys
 from sgl_ext.balancer.access.rate_limits import RateLimits
-from sgl_ext.balancer.access.shared_keys import SharedKeys
 from sgl_ext.balancer.metrics.registry import Metrics
 from sgl_ext.keys import add_key, revoke_key
 from sgl_ext.protocols.errors import BalancerError

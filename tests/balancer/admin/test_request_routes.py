@@ -21,8 +21,7 @@ from sgl_ext.balancer.reporting.ended_request import (
     as_line,
     ended_request,
 )
-from sgl_ext.balancer.reporting.line_file import LineFile
-from sgl_ext.balancer.reporting.request_log import MOST_REMEMBERED, RequestLog
+from sgl_ext.balancer.reporting.request_log import MOST_REMEMBERED, LineFile, RequestLog
 from sgl_ext.balancer.routing.attempts import NO_ROUTING, Attempt
 from tests.balancer.conftest import Engine, Start
 from tests.balancer.test_routing import until

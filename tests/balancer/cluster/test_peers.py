@@ -13,8 +13,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from scheduler.suspects import REFUSED
-from sgl_ext.balancer.cluster.peers import MOST_READ, SILENT_S, PeerGroup, Peers
-from sgl_ext.balancer.cluster.store_messages import MOST_QUEUED, StoreMessages
+from sgl_ext.balancer.cluster.peers import (
+    MOST_QUEUED,
+    MOST_READ,
+    SILENT_S,
+    PeerGroup,
+    Peers,
+    StoreMessages,
+)
 from sgl_ext.balancer.metrics.registry import Metrics
 from sgl_ext.balancer.routing.attempts import Attempt, RoutingRequest
 from sgl_ext.balancer.routing.explanation import explain

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from sgl_ext.balancer.metrics.across_processes import COMMON_COUNTERS, SUMMED_GAUGES, merge_pages
 from sgl_ext.balancer.metrics.registry import Metrics
+from sgl_ext.balancer.reporting.whole_balancer import COMMON_COUNTERS, SUMMED_GAUGES, merge_pages
 from tests.balancer.workers import workers_at
 
 A = "http://a"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from sgl_ext.balancer.reporting.history import INTERVAL_S, LENGTH, History, series
+from sgl_ext.balancer.reporting.activity import INTERVAL_S, LENGTH, History, series
 
 START_S = 1_000_000.0
 

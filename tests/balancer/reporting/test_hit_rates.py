@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from sgl_ext.balancer.metrics.instruments import Labels
-from sgl_ext.balancer.reporting.hit_rates import INTERVAL_S, SAMPLES, HitRates
+from sgl_ext.balancer.reporting.activity import HIT_RATE_S, SAMPLES, HitRates
 
 
 def test_what_is_older_than_the_samples_does_not_count() -> None:
@@ -12,7 +12,7 @@ def test_what_is_older_than_the_samples_does_not_count() -> None:
     rates = HitRates(cached, prompt)
     assert rates.recent("a") == (100, 100)
     for number in range(SAMPLES):
-        rates.sample(number * INTERVAL_S, ["a"])
+        rates.sample(number * HIT_RATE_S, ["a"])
     prompt["a",] += 50
     assert rates.recent("a") == (0, 50)
     assert rates.recent("b") == (0, 0)
@@ -32,6 +32,6 @@ def test_an_engine_that_takes_over_a_name_begins_anew() -> None:
     prompt: dict[Labels, int] = {("a",): 1000}
     rates = HitRates(cached, prompt)
     for number in range(SAMPLES + 1):
-        rates.sample(number * INTERVAL_S, ["a"])
+        rates.sample(number * HIT_RATE_S, ["a"])
     cached["a",], prompt["a",] = 5, 10
     assert rates.recent("a") == (5, 10)

@@ -14,7 +14,7 @@ from aiohttp import ClientSession
 
 from sgl_ext.balancer.cluster.peers import PeerGroup
 from sgl_ext.balancer.metrics.registry import Metrics
-from sgl_ext.balancer.reporting.line_file import LineFile, check_file
+from sgl_ext.balancer.reporting.request_log import LineFile, check_file
 from sgl_ext.balancer.server import Balancer
 from sgl_ext.settings.schema import BalancerSettings, SettingsError
 from tests.balancer.conftest import Engine, Start

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from sgl_ext.balancer.reporting import line_search
-from sgl_ext.balancer.reporting.line_search import SearchTooLong, find_last_line
+from sgl_ext.balancer.reporting import request_log
+from sgl_ext.balancer.reporting.request_log import SearchTooLong, find_last_line
 
 MANY = 4000
 
@@ -29,7 +29,7 @@ def files(tmp_path: Path) -> list[Path]:
 def test_every_line_is_found_wherever_blocks_end(
     files: list[Path], block_bytes: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(line_search, "_BLOCK_BYTES", block_bytes)
+    monkeypatch.setattr(request_log, "_BLOCK_BYTES", block_bytes)
     lines = [line_of(number, "y" * (number % 50)) for number in range(60)]
     files[0].write_bytes(b"\n".join([*lines, b""]))
     assert [found(files, number) for number in range(60)] == lines
@@ -58,7 +58,7 @@ def test_without_files_there_is_nothing(files: list[Path]) -> None:
 
 
 def test_a_search_ends_in_time(files: list[Path], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(line_search, "_BLOCK_BYTES", 1024)
+    monkeypatch.setattr(request_log, "_BLOCK_BYTES", 1024)
     files[0].write_bytes(b"".join(line_of(n) + b"\n" for n in range(MANY)))
     now_s = iter(range(1000))
     with pytest.raises(SearchTooLong):

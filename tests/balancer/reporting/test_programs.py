@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from sgl_ext.balancer.reporting.programs import programs_of
+from sgl_ext.balancer.reporting.activity import programs_of
 
 
 def session(name: str | None, **more: Any) -> dict[str, Any]:

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from sgl_ext.balancer.reporting.sampled_log import LINES, SampledLog
+from sgl_ext.balancer.reporting.request_log import LINES, SampledLog
 
 
 def _causes(caplog: pytest.LogCaptureFixture) -> list[tuple[str, Any]]:

@@ -14,9 +14,10 @@ import pytest
 from aiohttp import ClientSession, web
 
 from sgl_ext.balancer.metrics.registry import Metrics
-from sgl_ext.balancer.reporting import span_export
-from sgl_ext.balancer.reporting.request_spans import Kind, Span
-from sgl_ext.balancer.reporting.span_export import (
+from sgl_ext.balancer.reporting import spans
+from sgl_ext.balancer.reporting.spans import (
+    Kind,
+    Span,
     SpanExport,
     check_export,
 )
@@ -41,7 +42,7 @@ USAGE = {
 
 @pytest.fixture
 def collector(monkeypatch: pytest.MonkeyPatch) -> Iterator[Collector]:
-    monkeypatch.setattr(span_export, "_EVERY_S", 0.01)
+    monkeypatch.setattr(spans, "_EVERY_S", 0.01)
     with collecting() as made:
         yield made
 
@@ -184,7 +185,7 @@ async def test_unsampled_traces_are_handed_on_and_not_exported(
 async def test_a_collector_that_hangs_delays_no_request(
     start: Start, collector: Collector, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(span_export, "MOST_WAITING", 12)
+    monkeypatch.setattr(spans, "MOST_WAITING", 12)
     collector.gate.clear()
     client = await started(start, collector, Engine("a"))
     assert (await client.post(CHAT, json=SAID)).status == 200
@@ -198,7 +199,7 @@ async def test_a_collector_that_hangs_delays_no_request(
 async def test_spans_that_the_collector_refuses_are_counted_and_an_outage_is_logged_once(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(span_export, "_EVERY_S", 0.0)
+    monkeypatch.setattr(spans, "_EVERY_S", 0.0)
     answers = iter([False, False, True, True])
 
     class Flaky:
@@ -211,12 +212,12 @@ async def test_spans_that_the_collector_refuses_are_counted_and_an_outage_is_log
     metrics = Metrics()
     export = SpanExport(Flaky, metrics, 1.0)
     span = Span(TRACE, PARENT_SPAN, "", "x", Kind.INTERNAL, 1, 2, {})
-    spans: Any = SimpleNamespace(end=lambda *_: [span])
+    request: Any = SimpleNamespace(end=lambda *_: [span])
     ended: Any = None
 
     with caplog.at_level("INFO"):
         for number in range(1, 5):
-            export.add(spans, ended)
+            export.add(request, ended)
 
             async def is_counted(number: int = number) -> bool:
                 await asyncio.sleep(0)
@@ -232,7 +233,7 @@ async def test_spans_that_the_collector_refuses_are_counted_and_an_outage_is_log
 def test_without_a_collector_nothing_is_imported_or_started() -> None:
     code = (
         "import sys, sgl_ext.balancer.serve as serve; "
-        "from sgl_ext.balancer.reporting.span_export import open_export; "
+        "from sgl_ext.balancer.reporting.spans import open_export; "
         "assert open_export(serve.BalancerSettings(), None) is None; "
         "assert not any(name.startswith('opentelemetry') for name in sys.modules)"
     )
@@ -254,7 +255,7 @@ def test_opentelemetrys_variables_name_a_collector_too() -> None:
 
 
 def test_a_missing_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(span_export, "_PACKAGES", ("opentelemetry.nothing",))
+    monkeypatch.setattr(spans, "_PACKAGES", ("opentelemetry.nothing",))
     with pytest.raises(SettingsError, match=r"pip install 'sgl-ext\[otel\]'"):
         check_export(BalancerSettings(otlp_endpoint="http://x:4318"))
     assert not check_export(BalancerSettings(), {"OTEL_EXPORTER_OTLP_ENDPOINT": "http://x"})
