@@ -18,7 +18,6 @@ from sgl_ext.engine.core.counters import background_failed, counter
 from sgl_ext.engine.core.folder import Outbox
 from sgl_ext.engine.core.request_context import context_in, current_dry_run
 from sgl_ext.engine.http import secret as secret_check
-from sgl_ext.engine.http.event_broadcaster import PATH
 from sgl_ext.engine.http.extension import HttpExtension, gauging, install, installed
 from sgl_ext.engine.http.pin_placement import CacheWritesMiddleware, log_limits
 from sgl_ext.engine.http.routes import (
@@ -38,6 +37,7 @@ from sgl_ext.reading.next_turn import LIMIT_ANSWER_BYTES
 from sgl_ext.settings.schema import EngineSettings
 from sgl_ext.settings.secrets import EngineSecret
 from sgl_ext.supervision import CLOCKS, StallMonitor, count_unhandled
+from sgl_ext.wire.events import EVENTS_PATH
 
 _SIGTERM_POLL_S = 0.2
 _UNHEALTHY = "UnHealthy"
@@ -168,7 +168,7 @@ class InFlightMiddleware:
         if scope["type"] == "http" and self._extension.is_ending:
             await errors.send_error(scope, EngineError(503, _ENDING), send)
             return
-        counts = scope["type"] == "http" and scope["path"] != PATH
+        counts = scope["type"] == "http" and scope["path"] != EVENTS_PATH
         self._extension.in_flight += counts
         try:
             await self.app(scope, receive, send)

@@ -18,9 +18,9 @@ from sgl_ext.node.children import EngineList
 from sgl_ext.node.failure import reason_of
 from sgl_ext.settings.secrets import EngineSecret
 from sgl_ext.supervision import supervise
+from sgl_ext.wire.events import SUBSCRIBERS_PATH, read_subscribers
 from sgl_ext.wire.headers import SECRET_HEADER
 
-_SUBSCRIBERS_PATH = "/sgl_ext/events/subscribers"
 _TIMEOUT = aiohttp.ClientTimeout(total=5)
 _FAILURES = (aiohttp.ClientError, TimeoutError, KeyError, TypeError, ValueError)
 
@@ -48,8 +48,8 @@ class EngineCalls:
         if the engine does not answer; 0 if it listens no longer.
         """
         try:
-            async with self._get(url + _SUBSCRIBERS_PATH) as answer:
-                return int((await answer.json())["subscribers"])
+            async with self._get(url + SUBSCRIBERS_PATH) as answer:
+                return read_subscribers(await answer.read())
         except aiohttp.ClientConnectorError:
             return 0
         except _FAILURES:

@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 
 from sgl_ext.engine import http_server
-from sgl_ext.engine.http.event_broadcaster import PATH as EVENTS
 from sgl_ext.engine.http.extension import HttpExtension
 from sgl_ext.engine.http_server import InFlightMiddleware
+from sgl_ext.wire.events import EVENTS_PATH as EVENTS
 
 
 class Status(Enum):

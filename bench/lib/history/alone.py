@@ -23,11 +23,11 @@ from radix.index import PrefixIndex
 from radix.pins import Pins
 from radix.residency.residency import Residency
 from sgl_ext.balancer.relay.reading import parse_json
-from sgl_ext.engine.core.event_lines import lines_of
 from sgl_ext.engine.host_cache.token_cache import PieceTokenizer
 from sgl_ext.protocols.anthropic import ANTHROPIC
 from sgl_ext.reading.segments import read_chain
 from sgl_ext.reading.strip import HeaderStrip, strip_request
+from sgl_ext.wire.events import lines_of
 
 _CHUNK_TOKENS = 8_192
 _MARK_TTL_S = 300.0

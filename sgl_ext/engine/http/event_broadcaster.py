@@ -25,11 +25,11 @@ from starlette.types import Receive, Scope, Send
 from radix.index import PrefixIndex
 from radix.residency.shared_segments import SharedSegments
 from sgl_ext.engine.core.counters import background_failed, counter
-from sgl_ext.engine.core.event_lines import stored_lines
 from sgl_ext.engine.core.folder import address
 from sgl_ext.engine.tiers.segment_notes import MOST_NOTES, NoteReader
 from sgl_ext.pin_mirror import PinMirror
 from sgl_ext.supervision import Guard, supervise
+from sgl_ext.wire.events import EngineLoad, Line, encode, name_of, numbered, stored_lines
 
 
 class SharedAnnouncer:
@@ -45,7 +45,7 @@ class SharedAnnouncer:
     def __len__(self) -> int:
         return len(self._segments)
 
-    def step(self) -> list[dict[str, Any]]:
+    def step(self) -> list[Line]:
         """The lines that announce what changed since the last call; none while another engine
         announces. This reads files for a while: call it in a thread."""
         if not self._announces:
@@ -56,10 +56,10 @@ class SharedAnnouncer:
             return [{"shared_cleared": True}, *self._changes()]
         return list(self._changes())
 
-    def _changes(self) -> Iterator[dict[str, Any]]:
+    def _changes(self) -> Iterator[Line]:
         removed, stored = self._segments.update(self._notes.segments())
         if removed:
-            yield {"shared_removed": [f"{segment:032x}" for segment in removed]}
+            yield {"shared_removed": [*map(name_of, removed)]}
         yield from stored_lines(stored, "shared")
 
     def close(self) -> None:
@@ -67,8 +67,6 @@ class SharedAnnouncer:
         self._notes.close()
 
 
-PATH = "/sgl_ext/events"
-SUBSCRIBERS_PATH = "/sgl_ext/events/subscribers"
 BUFFER_BYTES = 16 * 2**20
 QUIET_S = 20.0
 _RETRY_S = 1.0
@@ -81,7 +79,6 @@ _TIERS = (
     (_HOST, "host", "host_removed"),
     (_SHARED, "shared", "shared_removed"),
 )
-_SHARES = ("load_share", "shared_share")
 _logger = logging.getLogger(__name__)
 
 
@@ -130,8 +127,8 @@ class EventBroadcaster:
         self._shared_pages: Path | None = None
         self._announcer: SharedAnnouncer | None = None
         self._announces = False
-        self._load: dict[str, int] = {}
-        self._shares: dict[str, float] = {}
+        self._load: EngineLoad = {}
+        self._shares: Line = {}
         self._caches_off: list[str] = []
         self.degraded: tuple[str, ...] = ()
         self.pins = PinMirror()
@@ -153,7 +150,7 @@ class EventBroadcaster:
             self._mirror.clear(_SHARED)
         if "shared_pages" in event:  # that is for this process
             self._shared_pages = Path(event.pop("shared_pages"))
-            line = orjson.dumps(event)
+            line = encode(event)
         self._publishes = event.get("publishes", self._publishes)
         self._machine = event.get("machine", self._machine)
         for tier, _, removed in _TIERS:
@@ -163,7 +160,10 @@ class EventBroadcaster:
             for row in event.get(stored, ()):
                 self._store(tier, *row)
         self._load = event.get("load", self._load)
-        self._shares |= {name: event[name] for name in _SHARES if name in event}
+        if "load_share" in event:
+            self._shares["load_share"] = event["load_share"]
+        if "shared_share" in event:
+            self._shares["shared_share"] = event["shared_share"]
         self.pins.apply(event, time.monotonic())
         counter("event_lines").inc()
         for subscriber in self._subscribers:
@@ -180,7 +180,7 @@ class EventBroadcaster:
         """Sends the caches of this process that are off, if they are others than before."""
         if names != self._caches_off:
             self._caches_off = names
-            line = orjson.dumps({"alive": True, "caches_off": names})
+            line = encode({"alive": True, "caches_off": names})
             for subscriber in self._subscribers:
                 subscriber.put(line)
 
@@ -195,7 +195,7 @@ class EventBroadcaster:
             ]
             for tier, name, _ in _TIERS
         }
-        first: dict[str, Any] = {"snapshot": True, "cleared": True, "publishes": self._publishes}
+        first: Line = {"snapshot": True, "cleared": True, "publishes": self._publishes}
         first |= self._shares
         if self._load:
             first["load"] = self._load
@@ -208,9 +208,9 @@ class EventBroadcaster:
         if self.degraded:
             first["degraded"] = self.degraded
         pins = self.pins.rows(time.monotonic())
-        last = {"pinned": pins, "complete": True} if pins else {"complete": True}
+        last: Line = {"pinned": pins, "complete": True} if pins else {"complete": True}
         lines = chain.from_iterable(stored_lines(rows, name) for name, rows in held.items())
-        return map(orjson.dumps, chain([first], lines, [last]))
+        return map(encode, chain([first], lines, [last]))
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """The ASGI application of the stream, which ends when its subscriber leaves or is dropped,
@@ -286,10 +286,10 @@ class EventBroadcaster:
             return
         began_s = time.monotonic()
         for line in await asyncio.to_thread(self._look, self._shared_pages):
-            self.apply(orjson.dumps(line))
+            self.apply(encode(line))
         await asyncio.sleep(_REST * (time.monotonic() - began_s))
 
-    def _look(self, pages: Path) -> list[dict[str, Any]]:
+    def _look(self, pages: Path) -> list[Line]:
         if self._announcer is None:
             self._announcer = SharedAnnouncer(pages)
         return self._announcer.step()
@@ -308,7 +308,7 @@ class EventBroadcaster:
 async def _send_lines(subscriber: _Subscriber, snapshot: Iterator[bytes], send: Send) -> None:
     number = 0
     while lines := list(islice(snapshot, 1)) or await _next(subscriber):
-        body = b"".join(b'{"seq":%d,%b\n' % (n, line[1:]) for n, line in enumerate(lines, number))
+        body = b"".join([numbered(line, n) for n, line in enumerate(lines, number)])
         number += len(lines)
         await send({"type": "http.response.body", "body": body, "more_body": True})
         await asyncio.sleep(0)
@@ -319,7 +319,7 @@ async def _next(subscriber: _Subscriber) -> list[bytes]:
     try:
         return await asyncio.wait_for(subscriber.take(), QUIET_S)
     except TimeoutError:
-        return [b'{"alive":true}']
+        return [encode({"alive": True})]
 
 
 async def _left(receive: Receive) -> None:

@@ -70,8 +70,7 @@ from sgl_ext.compat.errors import EngineError
 from sgl_ext.engine import sglang_api
 from sgl_ext.engine.core.folder import Outbox
 from sgl_ext.engine.core.request_context import convert
-from sgl_ext.engine.http.event_broadcaster import PATH as EVENTS
-from sgl_ext.engine.http.event_broadcaster import SUBSCRIBERS_PATH, EventBroadcaster
+from sgl_ext.engine.http.event_broadcaster import EventBroadcaster
 from sgl_ext.engine.http.extension import HttpExtension
 from sgl_ext.engine.sglang_http_types import GenerateReqInput
 from sgl_ext.pin_mirror import PATH as PINS
@@ -86,6 +85,7 @@ from sgl_ext.protocols.models import PATH as MODELS
 from sgl_ext.protocols.responses import COUNT_RESPONSE, RESPONSES
 from sgl_ext.settings.reloading import SETTINGS_PATH, Version, engine_values, with_values
 from sgl_ext.settings.schema import SettingsError
+from sgl_ext.wire.events import EVENTS_PATH, SUBSCRIBERS_PATH, Subscribers
 from sgl_ext.wire.headers import (
     OWNER_HEADER,
     RANK_HEADER,
@@ -101,10 +101,10 @@ def event_routes(
 
     async def show_subscribers(_: Request) -> JSONResponse:
         # A balancer reads an engine that drains until the last answer has come: with 0 it may end.
-        return JSONResponse({"subscribers": subscriber_count()})
+        return JSONResponse(msgspec.to_builtins(Subscribers(subscriber_count())))
 
     return [
-        Route(EVENTS, _Streams(broadcasters), methods=["GET"]),
+        Route(EVENTS_PATH, _Streams(broadcasters), methods=["GET"]),
         Route(SUBSCRIBERS_PATH, show_subscribers, methods=["GET"]),
     ]
 

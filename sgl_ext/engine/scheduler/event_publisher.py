@@ -6,22 +6,21 @@ again, everything that is resident is sent once more. What one call does is boun
 one goes on: a request that arrives meanwhile waits for it.
 """
 
-from typing import Any, Protocol
+from typing import Protocol, cast
 
-import orjson
 import zmq
 
 from radix.residency.residency import Residency
 from radix.tier import Tier
 from scheduler.load_cost import PRIOR
 from sgl_ext.engine.core.counters import counter, gauge
-from sgl_ext.engine.core.event_lines import lines_of, pin_row
 from sgl_ext.engine.core.folder import address
 from sgl_ext.engine.core.hints import is_slice
 from sgl_ext.engine.scheduler.pins import PinKeeper
 from sgl_ext.engine.sglang_types import CacheController, NextBatchPlan, ScheduleBatch, Scheduler
 from sgl_ext.engine.tiers.host_tier import Loads
 from sgl_ext.engine.tiers.shared_pages import shared_pages_of
+from sgl_ext.wire.events import LOAD, PREFIXES, EngineLoad, Line, encode, lines_of, pin_row
 
 _SWEEP_STEPS = 2000  # at most about 1 ms
 _SEGMENTS = 1000  # at most about 1 ms
@@ -56,10 +55,10 @@ class EventChannel:
         self._socket.setsockopt(zmq.LINGER, 0)
         self._socket.connect(address(f"events-{rank}"))
 
-    def send(self, line: dict[str, Any]) -> bool:
+    def send(self, line: Line) -> bool:
         """Whether the line was sent."""
         try:
-            self._socket.send(orjson.dumps(line), zmq.NOBLOCK)
+            self._socket.send(encode(line), zmq.NOBLOCK)
         except zmq.Again:
             return False
         return True
@@ -83,7 +82,7 @@ class EventPublisher:
         self._cache = cache
         self._channel = channel
         self._has_lost = False
-        self._load: dict[str, int] = {}
+        self._load: EngineLoad = {}
         self._shares: dict[str, float] = {}
         self._load_due_s = self._use_due_s = 0.0
         self._decoding: tuple[int, int] | None = None
@@ -139,16 +138,14 @@ class EventPublisher:
             return None
         return len(plan.running_batch.reqs), len(self._scheduler.waiting_queue)
 
-    def _is_due(self, load: dict[str, int], now_s: float, is_idle: bool) -> bool:
+    def _is_due(self, load: EngineLoad, now_s: float, is_idle: bool) -> bool:
         """Whether a load is sent now: it differs from the last one in more than the used tokens, or
         the used tokens were last sent long ago."""
         if now_s >= self._use_due_s or is_idle:
             return load != self._load
         return load != self._load | {"used_tokens": load["used_tokens"]}
 
-    def _with_loads(
-        self, lines: list[dict[str, Any]], load: dict[str, int], load_share: float
-    ) -> list[dict[str, Any]]:
+    def _with_loads(self, lines: list[Line], load: EngineLoad, load_share: float) -> list[Line]:
         """Adds to the lines what a token costs that a slower tier has, if that has changed; and to
         the load the host's memory, and what waiting requests will load, which SGLang's estimate
         leaves out."""
@@ -168,15 +165,15 @@ class EventPublisher:
         self._shares = shares
         for name, share in shares.items():
             gauge(name).set(share)
-        return _with(lines, shares)
+        return _with(lines, cast(Line, shares))
 
-    def _publishes(self) -> dict[str, Any]:
+    def _publishes(self) -> Line:
         """What is published, and for the HTTP process where the shared tier has its pages."""
         cache = self._cache
         if cache is None or cache.residency is None:
-            return {"publishes": ["load"]}
+            return {"publishes": [LOAD]}
         tiers = [] if cache.residency.host is None else [Tier.HOST.value]
-        said: dict[str, Any] = {"publishes": ["prefixes", *tiers, "load"]}
+        said: Line = {"publishes": [PREFIXES, *tiers, LOAD]}
         tier = shared_pages_of(cache)
         if tier is not None:
             said |= {"machine": tier.machine, "shared_pages": str(tier.path)}
@@ -191,12 +188,12 @@ class EventPublisher:
             pins = self._cache.pins
             pins.changed = {pin.prefix: pin for pin in pins.pins}
 
-    def _changes(self, factor: int) -> list[dict[str, Any]]:
+    def _changes(self, factor: int) -> list[Line]:
         cache = self._cache
         if cache is None or (residency := cache.residency) is None:
             return []
         cache.sweep(factor * _SWEEP_STEPS)
-        lines: list[dict[str, Any]] = []
+        lines: list[Line] = []
         if residency.changed:
             lines += lines_of(residency.take(factor * _SEGMENTS))
         if cache.pins.changed:
@@ -211,17 +208,20 @@ class EventPublisher:
             self._counted[name] = total
 
 
-def _with(lines: list[dict[str, Any]], fields: dict[str, Any]) -> list[dict[str, Any]]:
+def _with(lines: list[Line], fields: Line) -> list[Line]:
     """The lines with `fields` added to the last one, as each line costs both ends time."""
     return [*lines[:-1], lines[-1] | fields] if lines else [fields]
 
 
-def pin_changes(pins: PinKeeper) -> dict[str, Any]:
+def pin_changes(pins: PinKeeper) -> Line:
     """The fields of a line for the changes of pins since the last call."""
-    ended = sorted(prefix for prefix, pin in pins.changed.items() if pin is None)
-    pinned = [pin_row(pin, pins.now_s) for pin in pins.changed.values() if pin is not None]
+    changes: Line = {}
+    if ended := sorted(prefix for prefix, pin in pins.changed.items() if pin is None):
+        changes["unpinned"] = ended
+    if kept := [pin_row(pin, pins.now_s) for pin in pins.changed.values() if pin is not None]:
+        changes["pinned"] = kept
     pins.changed.clear()
-    return ({"unpinned": ended} if ended else {}) | ({"pinned": pinned} if pinned else {})
+    return changes
 
 
 def load_of(
@@ -229,7 +229,7 @@ def load_of(
     plan: NextBatchPlan,
     pinned_tokens: int,
     computed: ScheduleBatch | None = None,
-) -> dict[str, int]:
+) -> EngineLoad:
     """A scheduler's load: requests, and tokens of prompts and memory. computed: the batch whose
     output was just sent.
 

@@ -32,6 +32,7 @@ from sgl_ext.node.flags import ports_beside
 from sgl_ext.node.log_dir import new_log, rotated
 from sgl_ext.node.ports import free_ports, reachable
 from sgl_ext.supervision import supervise
+from sgl_ext.wire.events import SUBSCRIBERS_PATH, read_subscribers
 from sgl_ext.wire.headers import SECRET_HEADER
 
 log = logging.getLogger(__name__)
@@ -45,7 +46,6 @@ _ROTATE_S = 5.0
 # A balancer that reconnects has no subscription for half a second.
 _QUIET_LOOKS = 3
 _TIMEOUT = aiohttp.ClientTimeout(total=5)
-_SUBSCRIBERS_PATH = "/sgl_ext/events/subscribers"
 
 
 class EngineHost:
@@ -159,8 +159,8 @@ class EngineHost:
         if member is None or not self._has_served:
             return False
         with suppress(aiohttp.ClientError, TimeoutError, KeyError, ValueError):
-            async with self._session.get(member.url + _SUBSCRIBERS_PATH) as answer:
-                return bool((await answer.json())["subscribers"])
+            async with self._session.get(member.url + SUBSCRIBERS_PATH) as answer:
+                return read_subscribers(await answer.read()) > 0
         return True
 
     async def _status(self, url: str) -> int | None:

@@ -15,7 +15,6 @@ import pytest
 from radix.residency.residency import Residency
 from radix.tiered_pins import TieredPins
 from scheduler.load_cost import PRIOR
-from sgl_ext.engine.core import event_lines
 from sgl_ext.engine.core.counters import counter
 from sgl_ext.engine.core.hints import Hints
 from sgl_ext.engine.http import event_broadcaster
@@ -24,6 +23,7 @@ from sgl_ext.engine.scheduler import event_publisher
 from sgl_ext.engine.scheduler.event_publisher import EventPublisher
 from sgl_ext.engine.scheduler.pins import PinKeeper
 from sgl_ext.engine.tiers.host_tier import Loads
+from sgl_ext.wire import events
 from tests.waiting import HANG_S
 
 A, B, C = (f"{number:032x}" for number in (0xA, 0xB, 0xC))
@@ -541,7 +541,7 @@ def test_a_clear_and_stored_segments_go_in_one_line() -> None:
 
 
 def test_many_segments_go_in_lines_of_a_bounded_length(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(event_lines, "LINE_SEGMENTS", 2)
+    monkeypatch.setattr(events, "LINE_SEGMENTS", 2)
     cache, pipe = Cache(), Pipe()
     for segment in (0xA, 0xB, 0xC):
         add(cache, segment)

@@ -12,12 +12,12 @@ from starlette.applications import Starlette
 from starlette.testclient import TestClient
 
 from sgl_ext.engine.core.request_context import RequestContext, enter
-from sgl_ext.engine.http.event_broadcaster import PATH, SUBSCRIBERS_PATH
 from sgl_ext.engine.http.extension import HttpExtension
 from sgl_ext.engine.http.generation_hook import send_hints
 from sgl_ext.engine.http.routes import event_routes, pin_routes
 from sgl_ext.pin_mirror import PinMirror
 from sgl_ext.settings.schema import EngineSettings
+from sgl_ext.wire.events import EVENTS_PATH, SUBSCRIBERS_PATH
 
 PREFIX = "ab" * 16
 
@@ -58,7 +58,13 @@ def test_pins_are_deleted_at_all_ranks_or_at_one() -> None:
 async def first_line(app: Starlette, query: bytes) -> tuple[int, dict[str, Any]]:
     """The status and the first line of the stream with this query."""
     got: asyncio.Queue[Any] = asyncio.Queue()
-    scope = {"type": "http", "method": "GET", "path": PATH, "query_string": query, "headers": []}
+    scope = {
+        "type": "http",
+        "method": "GET",
+        "path": EVENTS_PATH,
+        "query_string": query,
+        "headers": [],
+    }
     task = asyncio.create_task(app(scope, asyncio.Event().wait, got.put))  # type: ignore[arg-type]
     start, body = await got.get(), await got.get()
     task.cancel()

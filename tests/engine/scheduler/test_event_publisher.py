@@ -26,9 +26,9 @@ from sgl_ext_cpu.node import free_port
 from sgl_ext_cpu.nursery import Nursery, Server
 
 from scheduler.silence import Signs
-from sgl_ext.engine.http.event_broadcaster import PATH
 from sgl_ext.protocols.registry import of_path
 from sgl_ext.reading.segments import read_chain
+from sgl_ext.wire.events import EVENTS_PATH
 from tests.reading.test_system_text import HEADER
 from tests.waiting import until
 
@@ -69,7 +69,7 @@ class Watch:
         self.load: dict[str, int] = {}
         self.ended = False
         self._engine = engine
-        self._answer = requests.get(engine.url + PATH, stream=True, timeout=120)
+        self._answer = requests.get(engine.url + EVENTS_PATH, stream=True, timeout=120)
         assert self._answer.headers["content-type"] == "application/x-ndjson"
         threading.Thread(target=self._read, daemon=True).start()
 

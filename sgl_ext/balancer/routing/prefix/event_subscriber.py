@@ -12,7 +12,6 @@ import aiohttp
 from radix.tier import Tier
 from sgl_ext.balancer.metrics.registry import Metrics
 from sgl_ext.balancer.routing.prefix.prefix_events import (
-    Event,
     EventStreamBroken,
     Fault,
     PrefixEventReader,
@@ -21,12 +20,10 @@ from sgl_ext.balancer.routing.prefix.prefix_events import (
 from sgl_ext.balancer.routing.router import Router
 from sgl_ext.balancer.routing.worker import Worker
 from sgl_ext.supervision import Guard, supervise
+from sgl_ext.wire.events import EVENTS_PATH, PREFIXES, Event
 
 log = logging.getLogger(__name__)
 
-EVENTS_PATH = "/sgl_ext/events"
-PREFIXES = "prefixes"
-"""What an engine says that it publishes, if it publishes the prefixes that it holds."""
 LONGEST_LINE_BYTES = 64 * 1024 * 1024
 _RECONNECT_S = 0.5
 _SYNCS_TO_PUBLISH = 3

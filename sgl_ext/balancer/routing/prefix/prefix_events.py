@@ -4,105 +4,16 @@ A malformed line changes nothing. After it, or after a gap, the subscriber must 
 begin with a snapshot.
 """
 
-import re
-import sys
-from array import array
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from enum import StrEnum
-from itertools import pairwise
-from operator import ne
-from typing import Annotated, Any, NamedTuple
 
 import msgspec
 
 from radix.in_flight_prefixes import InFlightPrefixes
 from radix.index import PrefixIndex
 from sgl_ext.pin_mirror import PinMirror
-
-_HEX = re.compile(r"[0-9a-f]*\Z")
-# `_parse` matches the digits of a whole line at once, which is faster.
-_Segment = Annotated[str, msgspec.Meta(min_length=32, max_length=32)]
-_Count = Annotated[int, msgspec.Meta(ge=0, lt=1 << 40)]
-_Share = Annotated[float, msgspec.Meta(gt=0, le=1)]
-
-
-class Row(msgspec.Struct, array_like=True, frozen=True, gc=False):
-    """A segment that is held, the one before it in the prompt, and the tokens up to its end."""
-
-    segment: _Segment
-    parent: _Segment | None
-    tokens: _Count
-
-
-class Rows(NamedTuple):
-    """The columns of rows, and the places where a row's parent is not the row before it.
-
-    halves: of each segment, the highest and the lowest 64 bits.
-    """
-
-    segments: Sequence[str]
-    halves: "array[int]"
-    parents: Sequence[str | None]
-    tokens: Sequence[int]
-    begins: Sequence[int]
-
-
-class _Pin(msgspec.Struct):
-    prefix: _Segment
-    segment: _Segment | None
-    tokens: _Count
-    left_s: float
-    session: str
-    tier: str = "device"
-
-
-class Event(msgspec.Struct):
-    """One line.
-
-    alive: the engine's HTTP process sent it, and not its scheduler.
-    complete: the snapshot ends with this line.
-    publishes: what the engine publishes from now on: "prefixes", "host", "load".
-    machine: the one whose shared tier `shared` is about; "" as before.
-    shared_cleared: from here on the engine publishes that tier for all, beginning
-        with nothing.
-    load_share, shared_share: what a token costs that the engine loads from its host or from the
-        shared tier, as a share of one that it computes; None: as before.
-    caches_off: the caches of its HTTP process that are off now; None: as before.
-    degraded: with a snapshot, the features of SGLang with which the engine does less.
-    """
-
-    seq: _Count
-    snapshot: Any = None
-    cleared: Any = None
-    alive: Any = None
-    complete: Any = None
-    publishes: list[str] | None = None
-    machine: Annotated[str, msgspec.Meta(max_length=128)] = ""
-    shared_cleared: Any = None
-    removed: list[_Segment] = []
-    unpinned: list[_Segment] = []
-    pinned: list[dict[str, Any]] = []
-    load: dict[str, _Count] | None = None
-    load_share: _Share | None = None
-    shared_share: _Share | None = None
-    caches_off: list[str] | None = None
-    degraded: list[str] = []
-
-
-class StoringEvent(Event):
-    """A line with what was stored, which most of a line is about, and with the slower tiers."""
-
-    stored: list[Row] = []
-    host: list[Row] = []
-    host_removed: list[_Segment] = []
-    shared: list[Row] = []
-    shared_removed: list[_Segment] = []
-
-
-_NO_ROWS = Rows((), array("Q"), (), (), ())
-_DECODER = msgspec.json.Decoder(Event)
-_STORING_DECODER = msgspec.json.Decoder(StoringEvent)
+from sgl_ext.wire.events import Event, MalformedEvent, Rows, StoringEvent, read_event, runs_of
 
 
 class Fault(StrEnum):
@@ -150,7 +61,10 @@ class PrefixEventReader:
 
         Raises EventStreamBroken if it is malformed or if lines before it are missing.
         """
-        event, stored = _parse(line, _DECODER if self.index is None else _STORING_DECODER)
+        try:
+            event, stored = read_event(line, with_stored=self.index is not None)
+        except MalformedEvent:
+            raise EventStreamBroken(Fault.MALFORMED) from None
         if self._seq is None:
             if event.snapshot is not True:
                 raise EventStreamBroken(Fault.GAP)
@@ -186,8 +100,8 @@ class PrefixEventReader:
     def _store(self, index: PrefixIndex, rows: Rows) -> None:
         """Stores one run after the other of segments of which each is the parent of the next. Most
         of a line is few such runs, and together its segments take less time."""
-        segments, halves, parents, tokens, begins = rows
-        for begin, end in pairwise((*begins, len(segments))):
+        segments, halves, parents, tokens, _ = rows
+        for begin, end in runs_of(rows):
             parent = parents[begin]
             above = None if parent is None else int(parent, 16)
             own = halves[2 * begin : 2 * end]
@@ -213,52 +127,3 @@ class PrefixEventReader:
                     index.extend(slot, above)
                 if not index.store(slot, above, int(row.segment, 16), row.tokens):
                     self.orphans += 1
-
-
-def _parse(line: bytes, decoder: msgspec.json.Decoder[Any]) -> tuple[Event, Rows]:
-    """Decodes a line; what it stores as columns. Raises EventStreamBroken if a field has the wrong
-    type."""
-    try:
-        event: Event = decoder.decode(line)
-        pins = msgspec.convert(event.pinned, list[_Pin])
-    except msgspec.MsgspecError:
-        raise EventStreamBroken(Fault.MALFORMED) from None
-    names = event.removed + event.unpinned
-    stored = _NO_ROWS
-    if isinstance(event, StoringEvent):
-        names += event.host_removed + event.shared_removed
-        stored = _columns(event.stored)
-        for rows in (stored, _columns(event.host), _columns(event.shared)):
-            names += [rows.parents[place] or "" for place in rows.begins]
-    for pin in pins:
-        names += (pin.prefix, pin.segment or "")
-    if _HEX.match("".join(names)) is None:
-        raise EventStreamBroken(Fault.MALFORMED)
-    return event, stored
-
-
-def _columns(rows: Sequence[Row]) -> Rows:
-    if not rows:
-        return _NO_ROWS
-    segments = [row.segment for row in rows]
-    parents = [row.parent for row in rows]
-    breaks = map(ne, parents[1:], segments)
-    begins = [0, *(place for place, is_break in enumerate(breaks, 1) if is_break)]
-    if any(parents[place] == segments[place] for place in begins):
-        raise EventStreamBroken(Fault.MALFORMED)
-    tokens = [row.tokens for row in rows]
-    return Rows(segments, _halves_of("".join(segments)), parents, tokens, begins)
-
-
-def _halves_of(digits: str) -> "array[int]":
-    """Reads hex digits, 16 for a half. It takes less time than `_HEX`."""
-    try:
-        numbers = bytes.fromhex(digits)
-    except ValueError:
-        raise EventStreamBroken(Fault.MALFORMED) from None
-    if 2 * len(numbers) != len(digits) or digits != digits.lower():  # blanks, capitals
-        raise EventStreamBroken(Fault.MALFORMED)
-    halves = array("Q", numbers)
-    if sys.byteorder == "little":
-        halves.byteswap()
-    return halves
