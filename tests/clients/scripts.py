@@ -1,4 +1,4 @@
-"""What the scripted model says in the tool loops: the lines of docs/start/developer.md's script."""
+"""What the scripted model says in the tool loops: the lines of launch/cpu/README.md's script."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """A prefill and a decode engine, both real, behind a balancer. SGLang hands the KV over by TCP.
 
-Needs two of Debian's libraries, which mooncake loads (docs/start/developer.md).
+Needs two of Debian's libraries, which mooncake loads (launch/cpu/README.md).
 """
 
 from __future__ import annotations
