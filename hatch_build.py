@@ -1,4 +1,4 @@
-"""Adds to what is built what is not a module of a checkout: its commit, and a wheel's recipes."""
+"""Adds to what is built what is not a module of a checkout: its commit, recipes and documents."""
 
 import runpy
 import tempfile
@@ -34,7 +34,6 @@ class BuildHook(BuildHookInterface):  # type: ignore[type-arg]
         included[str(file)] = f"sgl_ext/{file.name}"
 
     def _add_recipes(self, included: dict[str, str]) -> None:
-        launch = Path(self.root, "launch")
-        catalog = runpy.run_path(str(Path(self.root, "sgl_ext/recipes.py")))
-        for name in catalog["files_below"](launch):
-            included[str(launch / name)] = f"sgl_ext/recipe_files/{name}"
+        ours = runpy.run_path(str(Path(self.root, "sgl_ext/recipes.py")))
+        for name, path in ours["of_checkout"](Path(self.root)).items():
+            included[str(path)] = f"sgl_ext/recipe_files/{name}"

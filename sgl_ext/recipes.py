@@ -1,10 +1,11 @@
-"""The recipes that come with sgl-ext: settings, alerts, dashboards, manifests and units.
+"""The recipes that come with sgl-ext: settings, alerts, dashboards, manifests, units, documents.
 
     sgl-ext recipes                  their names and where they are
     sgl-ext recipes gpu.toml         prints one
     sgl-ext recipes --write launch   copies all into a folder
 
-They are the files of `launch/`. A wheel holds them in `recipe_files/`.
+They are the files of `launch/`, and the pages of `docs/`, which messages name. A wheel holds them
+in `recipe_files/`.
 """
 
 import argparse
@@ -19,7 +20,7 @@ def run(argv: Sequence[str]) -> int:
     parser = argparse.ArgumentParser(
         prog="sgl-ext recipes",
         allow_abbrev=False,
-        description="Settings, alerts, dashboards, manifests and units that come with sgl-ext.",
+        description="Settings, alerts, manifests, units and documents that come with sgl-ext.",
     )
     parser.add_argument("name", nargs="?", help="print this one, such as gpu.toml")
     parser.add_argument("--write", metavar="FOLDER", type=Path, help="copy all into this folder")
@@ -42,7 +43,9 @@ def run(argv: Sequence[str]) -> int:
 
 
 _INSTALLED = Path(__file__).parent / "recipe_files"
-_CHECKOUT = Path(__file__).parents[1] / "launch"
+_CHECKOUT = Path(__file__).parents[1]
+# What pages show; a program in docs/ is of no use to somebody who has a wheel.
+_OF_PAGES = (".md", ".patch", ".svg", ".webp")
 # Programs of a checkout are of no use to somebody who has a wheel.
 _NOT_RECIPES = ("cpu/sgl_ext_cpu", "cpu/pyproject.toml", "cpu/README.md")
 
@@ -52,15 +55,25 @@ class NoSuchRecipe(Exception):
 
 
 def recipes() -> dict[str, Path]:
-    """Each recipe's file by its name, which is its path within `launch/`, such as `gpu.toml`."""
-    home = _INSTALLED if _INSTALLED.is_dir() else _CHECKOUT
-    return {name: home / name for name in sorted(files_below(home))}
+    """Each recipe's file by its name: its path within `launch/`, such as `gpu.toml`, or that of a
+    document, such as `docs/index.md`."""
+    if _INSTALLED.is_dir():
+        return dict(sorted(_files_below(_INSTALLED).items()))
+    return of_checkout(_CHECKOUT)
 
 
-def files_below(home: Path) -> list[str]:
-    """The names of the recipes in a `launch/` folder."""
-    found = [path.relative_to(home) for path in home.rglob("*") if path.is_file()]
-    return [path.as_posix() for path in found if _is_recipe(PurePosixPath(path.as_posix()))]
+def of_checkout(root: Path) -> dict[str, Path]:
+    """The recipes of a checkout, which a wheel of it holds."""
+    pages = _files_below(root / "docs").items()
+    documents = {f"docs/{name}": path for name, path in pages if path.suffix in _OF_PAGES}
+    return dict(sorted((_files_below(root / "launch") | documents).items()))
+
+
+def _files_below(home: Path) -> dict[str, Path]:
+    found = ((path.relative_to(home), path) for path in home.rglob("*") if path.is_file())
+    return {
+        name.as_posix(): path for name, path in found if _is_recipe(PurePosixPath(name.as_posix()))
+    }
 
 
 def settings_file(name: str) -> str:

@@ -6,6 +6,7 @@ import re
 from pathlib import Path
 
 import pytest
+import yaml
 
 ROOT = Path(__file__).parents[1]
 PAGES = [*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")]
@@ -40,8 +41,19 @@ def test_every_link_of_a_page_leads_somewhere(page: Path) -> None:
         file = page.parent / path if path else page
         assert file.exists(), target
         if anchor and file.suffix == ".md":
-            headings = re.findall(r"^#+ (.+)$", file.read_text(), re.MULTILINE)
-            assert anchor in {_anchor(heading) for heading in headings}, target
+            assert anchor in _anchors(file), target
+
+
+def test_every_alert_has_a_runbook_that_exists() -> None:
+    for group in yaml.safe_load((ROOT / "launch/alerts.yml").read_text())["groups"]:
+        for rule in (rule for rule in group["rules"] if "alert" in rule):
+            path, _, anchor = rule["annotations"]["runbook"].partition("#")
+            assert not anchor or anchor in _anchors(ROOT / path), rule["alert"]
+            assert (ROOT / path).exists()
+
+
+def _anchors(page: Path) -> set[str]:
+    return {_anchor(one) for one in re.findall(r"^#+ (.+)$", page.read_text(), re.MULTILINE)}
 
 
 def _exists(path: str) -> bool:

@@ -45,13 +45,18 @@ def tracked(*folders: str) -> set[str]:
     return {name for name in listed.stdout.splitlines() if (ROOT / name).exists()}
 
 
-def test_the_wheel_holds_the_packages_and_the_recipes_and_nothing_else(wheels: list[Path]) -> None:
+def test_the_wheel_holds_the_packages_the_recipes_and_the_documents_and_nothing_else(
+    wheels: list[Path],
+) -> None:
     with ZipFile(wheels[0]) as wheel:
         names = {name for name in wheel.namelist() if ".dist-info/" not in name}
     recipes = {name.removeprefix("launch/") for name in tracked("launch")}
     recipes = {name for name in recipes if not name.startswith("cpu/") and name[-3:] != ".py"}
     assert {"gpu.toml", "cpu.toml", "alerts.yml", "kubernetes/base/engine.yaml"} <= recipes
     recipes.add("cpu/overrides.txt")
+    documents = {name for name in tracked("docs") if not name.endswith((".py", ".json", ".toml"))}
+    assert {"docs/index.md", "docs/start/team.md", "docs/images/page-light.webp"} <= documents
+    recipes |= documents
     packages = tracked("sgl_ext", "scheduler", "radix")
     # The commit that it was built from is no file of the repository.
     assert names - {"sgl_ext/commit.txt"} == packages | {FILES + name for name in recipes}
