@@ -11,7 +11,7 @@ import pytest
 from aiohttp import ClientSession, web
 
 from sgl_ext.balancer import serve
-from sgl_ext.balancer.admin import worker_routes
+from sgl_ext.balancer.admin import operations
 from sgl_ext.membership import sources
 from sgl_ext.membership.member import Member
 from sgl_ext.membership.sources import write_members
@@ -213,7 +213,7 @@ async def test_an_engine_that_the_admin_api_drains_by_id_stays_away(
 async def test_the_admin_api_adds_a_bounded_number_of_workers(
     start: Start, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(worker_routes, "MOST_ADDED", 2)
+    monkeypatch.setattr(operations, "MOST_ADDED", 2)
     client = await start()
     for port, status in ((1, 201), (2, 201), (3, 409), (2, 200)):
         answer = await client.post("/sgl_ext/workers", json={"url": f"http://127.0.0.1:{port}"})

@@ -14,7 +14,7 @@ from sgl_ext.balancer.metrics.registry import Metrics
 from sgl_ext.balancer.routing.worker_probes import WorkerProbes
 from sgl_ext.protocols.registry import of_path
 from sgl_ext.reading.segments import read_chain
-from tests.balancer.admin.test_live_state import LOAD, PIN, repeated
+from tests.balancer.admin.test_state import LOAD, PIN, repeated
 from tests.balancer.conftest import Engine, Start
 from tests.balancer.workers import workers_at
 

@@ -9,7 +9,7 @@ from typing import Any
 
 from aiohttp import ClientSession, web
 
-from tests.balancer.admin.test_live_state import repeated
+from tests.balancer.admin.test_state import repeated
 from tests.balancer.conftest import Engine, Start
 from tests.waiting import HANG_S
 

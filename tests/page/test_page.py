@@ -8,7 +8,7 @@ from urllib.parse import urlsplit
 
 import pytest
 
-from sgl_ext.balancer.admin import live_state
+from sgl_ext.balancer.admin import state
 from tests.page.conftest import OpenWindow
 from tests.page.fake_node import FakeEngine, fake_node, load, pin
 from tests.waiting import HANG_S
@@ -257,7 +257,7 @@ async def test_a_refusal_that_passes_is_told(
     window: OpenWindow, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async with fake_node(FakeEngine(0)) as node:
-        monkeypatch.setattr(live_state, "MOST_STREAMS", 0)
+        monkeypatch.setattr(state, "MOST_STREAMS", 0)
         async with window(node.url) as opened:
             connection = opened.page.locator("#connection")
             told = "At most 0 live streams may be open, trying again."

@@ -13,17 +13,10 @@ from http import HTTPStatus
 from aiohttp import web
 from prometheus_client import CONTENT_TYPE_PLAIN_0_0_4
 
-from sgl_ext.balancer.admin import (
-    conversation_routes,
-    live_state,
-    page,
-    reload_routes,
-    request_routes,
-    restart_routes,
-    worker_routes,
-)
+from sgl_ext.balancer.admin import conversation_routes, page
 from sgl_ext.balancer.admin.engine_metrics import EngineMetrics
-from sgl_ext.balancer.admin.worker_routes import SERVICES, json_response, to_all
+from sgl_ext.balancer.admin.operations import OPERATION_ROUTES, SERVICES, json_response, to_all
+from sgl_ext.balancer.admin.state import STATE_ROUTES, STATES, States
 from sgl_ext.balancer.http.upstream import ConnectionPool, UpstreamConnection
 from sgl_ext.balancer.relay.services import Services, error_response
 from sgl_ext.limits.bounds import MAX_HEAD_BYTES
@@ -43,7 +36,7 @@ def make_app(services: Services, interval_s: float = 1.0) -> web.Application:
     """
     app = web.Application(client_max_size=_ANY_SIZE, middlewares=[answer_errors])
     app[SERVICES] = services
-    app[live_state.STATES] = live_state.States(services, interval_s)
+    app[STATES] = States(services, interval_s)
     engine_metrics = EngineMetrics(
         services.workers, services.session, services.metrics, services.launcher
     )
@@ -59,11 +52,8 @@ def make_app(services: Services, interval_s: float = 1.0) -> web.Application:
             web.get("/ready", ready),
             web.route("GET", "/metrics", show_metrics),
             web.route("GET", "/metrics/engines", engine_metrics.show),
-            *worker_routes.ROUTES,
-            *reload_routes.ROUTES,
-            *request_routes.ROUTES,
-            *restart_routes.ROUTES,
-            *live_state.ROUTES,
+            *OPERATION_ROUTES,
+            *STATE_ROUTES,
             *page.ROUTES,
             *conversation_routes.ROUTES,
             *(web.route(method, path, to_all) for method, path in to_all_workers),

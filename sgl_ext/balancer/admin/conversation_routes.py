@@ -15,7 +15,7 @@ from typing import Any
 
 from aiohttp import web
 
-from sgl_ext.balancer.admin.worker_routes import SERVICES, hints_in, json_response, to_holder
+from sgl_ext.balancer.admin.operations import SERVICES, hints_in, json_response, to_holder
 from sgl_ext.balancer.conversations import contexts
 from sgl_ext.protocols.errors import BalancerError, bad_field
 from sgl_ext.protocols.routes import CONTEXTS, RESPONSE

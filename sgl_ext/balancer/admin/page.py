@@ -1,6 +1,6 @@
 """The page at `/` and `/sgl_ext/ui`, which shows the live state.
 
-Its files are in `sgl_ext/balancer/ui` and hold no data: what they show comes from `live_state`,
+Its files are in `sgl_ext/balancer/ui` and hold no data: what they show comes from `state.py`,
 with the rules of access that hold there. They load nothing from elsewhere, and their policy
 makes the browser refuse it: a client's text that became a script could not run, or send anything.
 """

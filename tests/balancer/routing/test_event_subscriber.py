@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from tests.balancer.admin.test_live_state import LOAD, chat, repeated, reporting, state
+from tests.balancer.admin.test_state import LOAD, chat, repeated, reporting, state
 from tests.balancer.conftest import Engine, Start
 
 FIRST = {"snapshot": True, "cleared": True}

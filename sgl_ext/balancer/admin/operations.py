@@ -1,4 +1,4 @@
-"""Administration: adds and drains workers, explains placements, and sends requests to all workers.
+"""Administration: adds and drains workers, restarts engines, explains placements, reloads.
 
 GET    /sgl_ext/workers                         every worker and its state, and every source
 POST   /sgl_ext/workers  {"url": "http://..."}  adds a worker, or ends its draining
@@ -11,11 +11,28 @@ DELETE /v1/pins?prefix=HASH                     deletes pins at every engine; al
 GET    /sgl_ext/divergences                     where prompts diverge from earlier ones
 POST   /sgl_ext/explain/v1/messages             where this request would go, and why; every path
                                                 whose requests are placed
+GET    /sgl_ext/requests/ID                     the request log's line of the latest request with
+                                                this id; without a request log, of the latest
+                                                requests. 404 if there is none
+POST   /sgl_ext/reload                          reads the file of settings again, and applies what
+                                                can change, as SIGHUP does
+POST   /sgl_ext/restart                         restarts engines through the launcher of this node,
+                                                one after another: 202 with the restart that begins
+GET    /sgl_ext/restart                         the last restart
+
+A reload answers {"changed": [KEY, ..], "unchanged_until_restart": [{"key", "why"}, ..],
+"engines": [{"id", "applied", "why"}, ..]}; 400 if the file is wrong, naming the table, the key and
+the value, and 409 if there is no file: then nothing changes.
+
+A restart takes {"engine": NAME or null, "model_path": PATH or null, "engine_args": [..] or null};
+`null` keeps what there is. It is shown as {"id", "state": "running" | "done" | "failed", "error":
+null or text, "engines": [{"name", "state": "waiting" | "draining" | "stopping" | "starting" |
+"ready" | "failed", "reason"}]}.
 """
 
 import asyncio
 import time
-from collections.abc import Sequence
+from collections.abc import Awaitable, Sequence
 from http import HTTPStatus
 from typing import Any
 
@@ -24,15 +41,20 @@ import orjson
 from aiohttp import web
 
 from sgl_ext import pin_mirror
+from sgl_ext.balancer.cluster.launcher import Answer, Launcher, LauncherUnreachable
 from sgl_ext.balancer.relay.reading import Asked, parse_json
 from sgl_ext.balancer.relay.services import Services
+from sgl_ext.balancer.reporting.request_log import SearchTooLong
 from sgl_ext.balancer.routing.explanation import explain
 from sgl_ext.balancer.routing.worker import Worker
 from sgl_ext.balancer.routing.worker_probes import WorkerProbes
 from sgl_ext.balancer.routing.workers import MOST_ADDED
 from sgl_ext.protocols import routes
 from sgl_ext.protocols.errors import BalancerError, no_engine
+from sgl_ext.protocols.request_ids import is_valid_id
 from sgl_ext.reading.client import read_client
+from sgl_ext.settings.reloading import NothingToRead
+from sgl_ext.settings.schema import SettingsError
 from sgl_ext.settings.sources import worker_url_problem
 from sgl_ext.wire.headers import OWNER_HEADER, RANK_HEADER, TENANT_HEADER
 
@@ -226,7 +248,63 @@ def _shown(worker: Worker) -> dict[str, Any]:
     }
 
 
-ROUTES = (
+_RELOAD = "/sgl_ext/reload"
+
+
+async def reload(request: web.Request) -> web.Response:
+    try:
+        return json_response(await request.app[SERVICES].reload())
+    except NothingToRead as error:
+        raise BalancerError(HTTPStatus.CONFLICT, str(error)) from None
+    except SettingsError as error:
+        raise BalancerError(HTTPStatus.BAD_REQUEST, str(error)) from None
+    except LauncherUnreachable as error:
+        raise BalancerError(HTTPStatus.BAD_GATEWAY, str(error)) from None
+
+
+async def show_request(request: web.Request) -> web.Response:
+    request_id, line = request.match_info["id"], None
+    try:
+        if is_valid_id(request_id):
+            line = await request.app[SERVICES].request_log.find(request_id)
+    except SearchTooLong:
+        message = "The request log is too large to be searched in time. Search its files with grep."
+        raise BalancerError(HTTPStatus.SERVICE_UNAVAILABLE, message) from None
+    except OSError as error:
+        message = f"The request log cannot be read: {error.strerror}."
+        raise BalancerError(HTTPStatus.SERVICE_UNAVAILABLE, message) from None
+    if line is None:
+        raise BalancerError(HTTPStatus.NOT_FOUND, "no request has this id")
+    return web.Response(body=line, content_type="application/json")
+
+
+_RESTART = "/sgl_ext/restart"
+
+
+async def restart(request: web.Request) -> web.Response:
+    launcher = request.app[SERVICES].launcher
+    return await _passed_on(launcher, launcher.restart(await request.read()))
+
+
+async def show_restart(request: web.Request) -> web.Response:
+    launcher = request.app[SERVICES].launcher
+    return await _passed_on(launcher, launcher.last_restart())
+
+
+async def _passed_on(launcher: Launcher, asked: Awaitable[Answer]) -> web.Response:
+    """The launcher's answer. Raises BalancerError for an error, in the shape of this server."""
+    try:
+        answer = await asked
+    except LauncherUnreachable as error:
+        is_there = launcher.is_there
+        status = HTTPStatus.BAD_GATEWAY if is_there else HTTPStatus.NOT_IMPLEMENTED
+        raise BalancerError(status, str(error)) from None
+    if answer.status >= HTTPStatus.BAD_REQUEST:
+        raise BalancerError(HTTPStatus(answer.status), answer.document["error"])
+    return json_response(answer.document, answer.status)
+
+
+OPERATION_ROUTES = (
     web.route("GET", "/sgl_ext/workers", show_workers),
     web.route("POST", "/sgl_ext/workers", add_worker),
     web.route("DELETE", "/sgl_ext/workers", drain_worker),
@@ -234,4 +312,8 @@ ROUTES = (
     web.route("GET", pin_mirror.PATH, show_pins),
     web.route("DELETE", pin_mirror.PATH, delete_pins),
     web.route("POST", "/sgl_ext/explain/{path:.+}", explain_request),
+    web.route("POST", _RELOAD, reload),
+    web.route("POST", _RESTART, restart),
+    web.route("GET", _RESTART, show_restart),
+    web.get("/sgl_ext/requests/{id:.+}", show_request, allow_head=False),
 )

@@ -12,8 +12,8 @@ import pytest
 from aiohttp import ClientSession, web
 
 from sgl_ext import keys
-from sgl_ext.balancer.admin import live_state
-from sgl_ext.balancer.admin.live_state import MOST_STREAMS
+from sgl_ext.balancer.admin import state as state_module
+from sgl_ext.balancer.admin.state import MOST_STREAMS
 from sgl_ext.balancer.cluster.launcher import Launcher
 from tests.balancer.conftest import Connect, Engine, Serve, Start
 from tests.balancer.wire import Raw, connected
@@ -240,8 +240,8 @@ async def test_streams_are_few(start: Start) -> None:
 async def test_a_stream_whose_client_does_not_read_is_dropped(
     serve: Serve, connect: Connect, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(live_state, "_SLOW_S", 0.05)
-    monkeypatch.setattr(live_state.States, "latest", _large)
+    monkeypatch.setattr(state_module, "_SLOW_S", 0.05)
+    monkeypatch.setattr(state_module.States, "latest", _large)
     balancer = await serve(Raw(), interval_s=0.001)
     wire = await connect(balancer)
     wire.reader._transport.pause_reading()  # type: ignore[attr-defined]
@@ -253,7 +253,7 @@ async def test_a_stream_whose_client_does_not_read_is_dropped(
         assert b"sgl_ext_live_streams 0.0" in page
 
 
-async def _large(_: live_state.States) -> bytes:
+async def _large(_: state_module.States) -> bytes:
     return b"0" * 100_000
 
 
