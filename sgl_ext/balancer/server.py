@@ -9,7 +9,7 @@ from pathlib import Path
 from sgl_ext.balancer.access.authentication import Authentication, KeyFileReloader, SentSecret
 from sgl_ext.balancer.cluster.launcher import LauncherUnreachable
 from sgl_ext.balancer.cluster.peers import PeerGroup
-from sgl_ext.balancer.conversations.connection_turns import LaneTurns
+from sgl_ext.balancer.conversations.response_turns import LaneTurns
 from sgl_ext.balancer.http.downstream import (
     Client,
     Connection,

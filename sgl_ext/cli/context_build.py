@@ -27,8 +27,7 @@ from zlib import crc32
 
 import msgspec
 
-from sgl_ext.balancer.conversations.contexts import Block, unpacked_blocks
-from sgl_ext.balancer.conversations.made_contexts import Made, make_context
+from sgl_ext.balancer.conversations.contexts import Block, Made, make_context, unpacked_blocks
 from sgl_ext.cli.node import UsageError
 from sgl_ext.cli.show import warn
 from sgl_ext.protocols.registry import of_path

@@ -11,13 +11,17 @@ from typing import Any
 
 from sgl_ext.balancer.conversations import (
     contexts,
-    item_references,
-    stored_turns,
+    response_turns,
     threads,
 )
-from sgl_ext.balancer.conversations.connection_turns import LaneTurns
-from sgl_ext.balancer.conversations.expansion import Found, Named, Turn, unknown_context
-from sgl_ext.balancer.conversations.stored_turns import ResponseRecorder
+from sgl_ext.balancer.conversations.expansion import (
+    Found,
+    Named,
+    Turn,
+    item_documents,
+    unknown_context,
+)
+from sgl_ext.balancer.conversations.response_turns import LaneTurns, ResponseRecorder
 from sgl_ext.balancer.conversations.tenant_documents import TenantDocuments
 from sgl_ext.balancer.conversations.threads import ThreadRecorder
 from sgl_ext.balancer.metrics.registry import Metrics
@@ -105,13 +109,13 @@ class ConversationStore:
         self, tenant: str, turn: Turn, entered: bytes, turns: LaneTurns | None, response: _Json
     ) -> bool:
         """False if the response could not be stored."""
-        items = stored_turns.packed(entered, response["output"])
+        items = response_turns.packed(entered, response["output"])
         if turns is not None:
             turns.add(response["id"], turn.previous, items)
         if not turn.is_stored:
             return True
-        document = Document(response["id"], items, stored_turns.about(response), turn.previous)
-        kept = item_references.documents_of(response["output"])
+        document = Document(response["id"], items, response_turns.about(response), turn.previous)
+        kept = item_documents(response["output"])
         put, ttl_s = self.documents.put, self.response_ttl_s
         try:
             whether = await asyncio.gather(
@@ -134,18 +138,18 @@ class ConversationStore:
     async def response(self, tenant: str, id: str) -> _Json | None:
         """A response as the client got it, None if it is not stored."""
         found = await self.documents.get(_RESPONSES, tenant, id)
-        return None if found is None else stored_turns.response_of(found.about, found.items)
+        return None if found is None else response_turns.response_of(found.about, found.items)
 
     async def input_items(self, tenant: str, id: str) -> list[_Json] | None:
         """All items that a response was made from, None if it is not stored."""
         found = await self.documents.chain(_RESPONSES, tenant, id)
-        return None if found is None else stored_turns.listed(id, found)
+        return None if found is None else response_turns.listed(id, found)
 
     async def delete_response(self, tenant: str, id: str) -> bool:
         """Deletes a response and its items, so that those that continue it end, too. False if it
         is unknown."""
         found = await self.response(tenant, id)
-        for item in item_references.documents_of(found["output"] if found else []):
+        for item in item_documents(found["output"] if found else []):
             await self.documents.delete(_ITEMS, tenant, item.id)
         return await self.documents.delete(_RESPONSES, tenant, id)
 

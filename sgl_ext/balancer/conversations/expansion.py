@@ -2,6 +2,13 @@
 
 It needs no store: what a request names is given to it. So a large request can be read in another
 process.
+
+An item of `/v1/responses` may name an item of an earlier answer instead of being sent:
+
+    {"type": "item_reference", "id": "fc_1"}
+
+The AI SDK does so with every item of earlier answers. Each item of a stored answer is a document of
+its own under its id, so that a reference is found without the response that it was a part of.
 """
 
 from collections.abc import Mapping
@@ -12,18 +19,83 @@ from typing import Any, NamedTuple
 import orjson
 
 from radix.byte_lru import ByteLRU
-from sgl_ext.balancer.conversations import contexts, item_references, stored_turns, threads
+from sgl_ext.balancer.conversations import contexts, response_turns, threads
 from sgl_ext.balancer.conversations.context_insertion import insert_context
+from sgl_ext.balancer.store.documents import Document
 from sgl_ext.limits.bounds import find_many
 from sgl_ext.prompts.blocks import NamedBlock
 from sgl_ext.protocols.errors import BalancerError, bad_field
 from sgl_ext.protocols.registry import of_path
 from sgl_ext.protocols.responses import COUNT_RESPONSE, RESPONSES
 
+_REFERENCE = "item_reference"
+MAX_REFERENCES = 2_000
+"""Of one request: each is a lookup in the store."""
+MAX_ITEMS = 256
+"""Of one answer; later ones cannot be referred to."""
+_Json = dict[str, Any]
+
+
+def referenced_ids(items: list[Any]) -> tuple[str, ...]:
+    """The ids that input items refer to. Raises BalancerError 400, also for an id that comes twice:
+    a small body could repeat a large item."""
+    ids: dict[str, None] = {}
+    for at in _references(items):
+        id = items[at].get("id")
+        if not isinstance(id, str):
+            raise bad_field(f"input[{at}].id", "must be the id of an item")
+        if id in ids:
+            raise bad_field(f"input[{at}].id", f"refers to {id!r} again")
+        ids[id] = None
+    if len(ids) > MAX_REFERENCES:
+        raise bad_field("input", f"refers to more than {MAX_REFERENCES} items")
+    return tuple(ids)
+
+
+def with_referenced_items(items: list[Any], found: Mapping[str, bytes]) -> list[Any]:
+    """The items with what they refer to in place of the references.
+
+    found: the JSON of items by their ids. Raises BalancerError 404 for an id that is not there.
+    """
+    own = [*items]
+    for at in _references(items):
+        own[at] = _item(at, items[at], found)
+    return own
+
+
+def _references(items: list[Any]) -> list[int]:
+    """Where references are. In one expression, as it looks at each item of each request."""
+    return [
+        at
+        for at, item in enumerate(items)
+        if isinstance(item, dict) and item.get("type") == _REFERENCE
+    ]
+
+
+def _item(at: int, reference: _Json, found: Mapping[str, bytes]) -> Any:
+    id = reference["id"]
+    if id in found:
+        return orjson.loads(found[id])
+    # The first sentence is OpenAI's.
+    message = (
+        f"Item with id '{id}' not found. Items of answers are kept unless `store` is false, and "
+        f"until they expire: send the item itself at input[{at}]."
+    )
+    raise BalancerError(HTTPStatus.NOT_FOUND, message, param=f"input[{at}].id")
+
+
+def item_documents(output: list[Any]) -> list[Document]:
+    """The items of an answer as documents."""
+    return [
+        Document(item["id"], orjson.dumps(item), b"")
+        for item in output[:MAX_ITEMS]
+        if isinstance(item, dict) and isinstance(item.get("id"), str)
+    ]
+
+
 _PARSED_BYTES = 64 << 20
 _RESPONSES = (*RESPONSES.paths, *COUNT_RESPONSE.paths)
 _TURNS = (*_RESPONSES, *threads.PATHS)
-_Json = dict[str, Any]
 
 
 class Named(NamedTuple):
@@ -107,9 +179,11 @@ class Expander:
         items: tuple[str, ...] = ()
         if is_thread:
             previous = threads.previous_id(body)
-        elif self._continues(path, remembers) and (own := stored_turns.own_items(body)) is not None:
+        elif (
+            self._continues(path, remembers) and (own := response_turns.own_items(body)) is not None
+        ):
             previous = body.get("previous_response_id")
-            items = item_references.ids_in(own)
+            items = referenced_ids(own)
         if previous is not None and not isinstance(previous, str):
             raise bad_field("previous_response_id", "must be the id of a response")
         context, _ = contexts.named(body) or (None, None)
@@ -169,14 +243,14 @@ class Expander:
 def _continue(
     body: _Json, found: Found, keeps_turns: bool, remembers: bool
 ) -> tuple[_Json, Turn | None]:
-    own, previous = stored_turns.own_items(body), body.get("previous_response_id")
+    own, previous = response_turns.own_items(body), body.get("previous_response_id")
     if own is None:
         return body, None
     whole, earlier = body, found.previous
     if found.items is not None:
         if (excess := find_many(*found.items.values())) is not None:
             raise bad_field("input", f"in the items that it refers to, {excess.message}")
-        own = item_references.resolved(own, found.items)
+        own = with_referenced_items(own, found.items)
         whole = {**body, "input": own}
     if previous is not None:
         if earlier is None:
@@ -188,7 +262,7 @@ def _continue(
             )
         if (excess := find_many(*earlier)) is not None:
             raise bad_field("previous_response_id", f"in its conversation, {excess.message}")
-        whole = stored_turns.continued(body, earlier, own)
+        whole = response_turns.continued(body, earlier, own)
     is_stored = keeps_turns and body.get("store") is not False
     if not is_stored and not remembers:
         return whole, None if previous is None else Turn(previous, None)

@@ -5,8 +5,7 @@ most its usual limit, and only for requests with the header. Nothing that fails 
 request: the answer says why it has no context.
 """
 
-from sgl_ext.balancer.conversations.contexts import Registration
-from sgl_ext.balancer.conversations.made_contexts import COVERS, HEADER, SKIPPED, read_made
+from sgl_ext.balancer.conversations.contexts import COVERS, HEADER, SKIPPED, Registration, read_made
 from sgl_ext.balancer.http.request_reader import Request
 from sgl_ext.balancer.relay.services import Services
 from sgl_ext.protocols.errors import BalancerError

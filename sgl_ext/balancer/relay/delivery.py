@@ -19,7 +19,7 @@ from enum import Enum
 from functools import partial
 from http import HTTPStatus
 
-from sgl_ext.balancer.conversations.connection_turns import LaneTurns
+from sgl_ext.balancer.conversations.response_turns import LaneTurns
 from sgl_ext.balancer.http.downstream import Client
 from sgl_ext.balancer.http.request_reader import Request
 from sgl_ext.balancer.http.upstream import ResponseHead, Upstream

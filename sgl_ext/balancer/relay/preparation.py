@@ -5,9 +5,8 @@ from collections.abc import Mapping
 import msgspec
 
 from sgl_ext.balancer.access.rate_limits import Charge
-from sgl_ext.balancer.conversations.connection_turns import LaneTurns
-from sgl_ext.balancer.conversations.made_contexts import HEADER, is_wanted
-from sgl_ext.balancer.conversations.stored_turns import ResponseRecorder
+from sgl_ext.balancer.conversations.contexts import HEADER, is_wanted
+from sgl_ext.balancer.conversations.response_turns import LaneTurns, ResponseRecorder
 from sgl_ext.balancer.conversations.threads import ThreadRecorder
 from sgl_ext.balancer.http.request_head import RequestHead
 from sgl_ext.balancer.http.request_reader import Request

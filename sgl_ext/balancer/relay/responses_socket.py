@@ -25,8 +25,8 @@ from uuid import uuid4
 
 import orjson
 
-from sgl_ext.balancer.conversations import stored_turns
-from sgl_ext.balancer.conversations.connection_turns import ConnectionTurns, LaneTurns
+from sgl_ext.balancer.conversations import response_turns
+from sgl_ext.balancer.conversations.response_turns import ConnectionTurns, LaneTurns
 from sgl_ext.balancer.http.downstream import Client, Connections, HttpClient, RunningExchange
 from sgl_ext.balancer.http.request_head import RequestHead, RequestHeadCache, header_lines
 from sgl_ext.balancer.http.request_reader import Request
@@ -87,7 +87,7 @@ def read_message(text: bytes | bytearray) -> Message:
         if generates is not False:
             body = orjson.dumps(document | {"stream": True})
             return Message(lane, body, lines=_restated(document))
-        own, previous = stored_turns.own_items(document), document.get("previous_response_id")
+        own, previous = response_turns.own_items(document), document.get("previous_response_id")
         if own is None:
             raise bad_field("input", "must be a text or a list")
         model = str(document.get("model", ""))
@@ -182,7 +182,7 @@ class SocketTurn:
         """The prompt is prefilled, or is not because the engines are busy: the response tells only
         an id to continue."""
         message, id = self.message, f"resp_{uuid4().hex}"
-        self.turns.add(id, message.previous, stored_turns.packed(own, []))
+        self.turns.add(id, message.previous, response_turns.packed(own, []))
         for number, status in enumerate(("in_progress", "completed")):
             response = _empty(id, message, status)
             kind = "response.created" if status == "in_progress" else "response.completed"

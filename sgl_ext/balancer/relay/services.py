@@ -14,9 +14,9 @@ from sgl_ext.balancer.access.authentication import SentSecret
 from sgl_ext.balancer.access.rate_limits import RateLimits
 from sgl_ext.balancer.cluster.launcher import Launcher
 from sgl_ext.balancer.conversations import contexts
-from sgl_ext.balancer.conversations.connection_turns import LaneTurns
 from sgl_ext.balancer.conversations.conversation_store import ConversationStore
 from sgl_ext.balancer.conversations.expansion import Found, Named
+from sgl_ext.balancer.conversations.response_turns import LaneTurns
 from sgl_ext.balancer.http.downstream import RawResponse
 from sgl_ext.balancer.http.upstream import ConnectionPool
 from sgl_ext.balancer.metrics.registry import Metrics

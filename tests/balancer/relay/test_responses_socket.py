@@ -15,7 +15,7 @@ from wsproto.connection import Connection, ConnectionType
 from wsproto.events import CloseConnection, Event, Ping, Pong, TextMessage
 
 from sgl_ext import keys
-from sgl_ext.balancer.conversations.connection_turns import ConnectionTurns
+from sgl_ext.balancer.conversations.response_turns import ConnectionTurns
 from sgl_ext.balancer.relay.responses_socket import messages_of
 from sgl_ext.balancer.server import Balancer
 from sgl_ext.limits.bounds import (

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from sgl_ext.balancer.conversations.item_references import MAX_REFERENCES
+from sgl_ext.balancer.conversations.expansion import MAX_REFERENCES
 from tests.balancer.conftest import Start
 from tests.balancer.conversations.test_conversation_store import (
     CALL,
