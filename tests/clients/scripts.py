@@ -226,3 +226,55 @@ def for_written_calls() -> list[dict[str, Any]]:
         *_lines(PATCH, {"tool_calls": [{"name": "patch", "arguments": {"input": "x " * 60}}]}),
         *_lines(THOUGHT, {"thinking": "one two three " * 9, "text": "Done."}),
     ]
+
+
+READ_ON = "Read the long report of"
+SUMMARY = "The report was read in part: each line has a value and a colour."
+
+
+def has_read(client: str) -> str:
+    return f"{client} has read the report."
+
+
+def for_compaction(files: list[Path]) -> list[dict[str, Any]]:
+    """Each client reads files until its conversation is too long, sums up, and goes on.
+
+    The second words of each client are those with which it asks for a summary, and the third ones
+    begin the conversation that goes on from there.
+    """
+    texts = list(map(str, files))
+    calls: dict[str, tuple[list[tuple[str, dict[str, Any]]], str, str, str]] = {
+        "Claude Code": (
+            [("Read", {"file_path": each}) for each in texts],
+            "Please provide your summary based on the conversation so far",
+            f"<analysis>It is long.</analysis>\n\n<summary>\n{SUMMARY}\n</summary>",
+            "This session is being continued from a previous conversation",
+        ),
+        # Codex passes on 10 KB of what a command prints.
+        "Codex": (
+            [("exec_command", {"cmd": f"cat {each}"}) for each in texts * 4],
+            "CONTEXT CHECKPOINT COMPACTION",
+            SUMMARY,
+            "Another language model started to solve this problem",
+        ),
+        "OpenCode": (
+            [("read", {"filePath": each}) for each in texts],
+            "Do not mention the summary process or that context was compacted.",
+            SUMMARY,
+            "What did we do so far?",
+        ),
+        "Qwen Code": (
+            [("read_file", {"file_path": each}) for each in texts],
+            "produce the <state_snapshot> XML",
+            f"<analysis>It is long.</analysis>\n<state_snapshot>\n{SUMMARY}\n</state_snapshot>",
+            "Resume the prior task using the summary above.",
+        ),
+    }
+    lines = []
+    for client, (reads, sums_up, summary, goes_on) in calls.items():
+        called = [{"tool_calls": [{"name": n, "arguments": a}]} for n, a in reads]
+        lines += _lines(f"{READ_ON} {client}.", *called, {"text": "It did not end."})
+        lines += _lines(sums_up, {"text": summary})
+        # Some keep a part of the conversation behind the summary.
+        lines += _lines(goes_on, *[{"text": has_read(client)}] * 4)
+    return lines
