@@ -20,7 +20,7 @@ import aiohttp
 from bench.lib.pin_load import MESSAGES, Conversation, Texts, single
 from bench.lib.priority_load import BATCH, GENERATE, INTERACTIVE, Request
 from sgl_ext.pin_mirror import PATH as PINS
-from sgl_ext.settings.reloading import SETTINGS_PATH
+from sgl_ext.wire.orders import SETTINGS_PATH
 
 _PREFILL, _FLUSH = "/v1/prefill", "/flush_cache"
 _CONVERSATIONS, _TURNS = 3, 8

@@ -20,9 +20,10 @@ from bench.trace.calls import Call
 from radix.index import PrefixIndex
 from sgl_ext.balancer.routing.admission_queue import AdmissionQueue
 from sgl_ext.balancer.routing.attempts import Attempt, RoutingRequest
-from sgl_ext.balancer.routing.worker import Load, Worker
+from sgl_ext.balancer.routing.worker import Worker
 from sgl_ext.protocols.errors import BalancerError
 from sgl_ext.reading.client import session_key
+from sgl_ext.wire.peers import Load
 
 SESSION_HEADER = "x-session-id"
 SHARED_S = 0.1

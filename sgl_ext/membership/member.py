@@ -19,6 +19,8 @@ from typing import Literal, NamedTuple, Protocol
 
 import msgspec
 
+from sgl_ext.wire.peers import AdminChanges
+
 State = Literal["ready", "draining", "restarting"]
 """`ready`: takes requests as soon as a probe succeeds. `draining`: finishes those that it has.
 `restarting`: as `draining`, and requests that find no other worker wait for it, or for its
@@ -64,18 +66,6 @@ class Membership(Protocol):
 
 
 ADMIN = "admin"
-
-
-class AdminChanges(msgspec.Struct, frozen=True):
-    """What was changed through the admin API, the last source.
-
-    changed_s: when, by the wall clock: of two balancers' changes the later ones count.
-    added: URLs of workers. removed: ids of workers of other sources that shall leave.
-    """
-
-    changed_s: float = 0.0
-    added: tuple[str, ...] = ()
-    removed: tuple[str, ...] = ()
 
 
 class Listed(NamedTuple):

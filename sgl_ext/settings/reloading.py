@@ -30,9 +30,8 @@ from sgl_ext.settings.schema import (
     Tenant,
 )
 from sgl_ext.settings.secrets import file_version
+from sgl_ext.wire.orders import Version
 
-SETTINGS_PATH = "/sgl_ext/settings"
-"""Where an engine takes what was changed, as a `Version`."""
 S = TypeVar("S", bound=Settings)
 _FIELDS = {
     **fields_of(LaunchSettings),
@@ -78,13 +77,6 @@ def in_words(document: Mapping[str, Any]) -> str:
     changed = f"changed: {', '.join(keys)}" if keys else "nothing changed"
     kept = "; ".join(f"{one['key']} ({one['why']})" for one in unchanged)
     return changed + (f"; unchanged until a restart: {kept}" if kept else "")
-
-
-class Version(msgspec.Struct, frozen=True):
-    """All that was changed since the start. Of two, the one with the higher number is in effect."""
-
-    number: int = 0
-    values: dict[str, Any] = {}
 
 
 def compare(before: Settings, after: Settings) -> Comparison:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from sgl_ext.membership.member import AdminChanges, Member, merge
+from sgl_ext.membership.member import Member, merge
+from sgl_ext.wire.peers import AdminChanges
 
 NOTHING = AdminChanges()
 ONE, TWO = Member(id="1", url="http://a:1"), Member(id="2", url="http://b:1")

@@ -30,19 +30,18 @@ from contextlib import aclosing, suppress
 from dataclasses import dataclass
 from struct import Struct
 
-import msgspec
 from cachetools import TTLCache
 
 from sgl_ext.balancer.cluster.group_memory import GroupMemory
 from sgl_ext.balancer.metrics.registry import Metrics
 from sgl_ext.balancer.routing.attempts import Attempt
 from sgl_ext.balancer.routing.router import Router
-from sgl_ext.balancer.routing.worker import Load, Worker
+from sgl_ext.balancer.routing.worker import Worker
 from sgl_ext.balancer.store.calls import failure_of
 from sgl_ext.balancer.store.documents import StoreFailed
 from sgl_ext.balancer.store.shared_state import SharedState
-from sgl_ext.membership.member import AdminChanges
 from sgl_ext.supervision import Guard, supervise
+from sgl_ext.wire.peers import Load, Placed, State, encode, read_message
 
 SEND_S = 0.05
 _AGAIN_S = 1.0
@@ -134,36 +133,6 @@ _COUNT = Struct("=I")
 _ABOUT_BYTES = socket.CMSG_SPACE(_COUNT.size)
 
 
-class _Placed(msgspec.Struct, tag=True):
-    """Where a request was placed; the hashes are in hexadecimal digits."""
-
-    worker: str
-    session: str | None
-    segments: list[str]
-    prompt_tokens: int
-    uncached_tokens: int
-    tenant: str = ""
-    priority: int = 0
-    agent: str | None = None
-
-
-class _State(msgspec.Struct, tag=True):
-    """The load that a process puts on each worker, by the worker's id, where there is any.
-
-    refused: the requests that it refuses because they ended two engines, by their fingerprints, and
-        for how many seconds.
-    is_trying: whether it sends a request again that may end an engine.
-    """
-
-    loads: dict[str, Load]
-    admin: AdminChanges
-    refused: dict[str, float] = {}
-    is_trying: bool = False
-
-
-_DECODER = msgspec.json.Decoder(_Placed | _State)
-
-
 @dataclass(frozen=True, slots=True)
 class PeerGroup:
     """All processes of one balancer: this one's number, the sockets of all, and the memory that
@@ -235,7 +204,7 @@ class Peers:
         worker, tokens = attempt.worker.id, attempt.uncached_tokens
         agent = None if session is None else f"{routing.agent:x}"
         about = routing.prompt_tokens, tokens, routing.tenant, routing.priority, agent
-        self._send(_Placed(worker, session, hashes, *about))
+        self._send(Placed(worker, session, hashes, *about))
         self.load_changed()
 
     def load_changed(self) -> None:
@@ -254,17 +223,17 @@ class Peers:
         self._sent = self._loads()
         suspects = self.router.suspects
         refused, is_trying = suspects.told(self.clock()), suspects.is_trying
-        self._send(_State(self._sent, self.router.workers.admin, refused, is_trying))
+        self._send(State(self._sent, self.router.workers.admin, refused, is_trying))
         self._add_up(self.router.workers.all)  # a silent peer's load is gone
 
     def _loads(self) -> dict[str, Load]:
         workers = self.router.workers.all
         return {w.id: w.load for w in workers if w.in_flight or w.pending_tokens or w.decoding}
 
-    def _send(self, message: _Placed | _State) -> None:
-        data = msgspec.json.encode(message)
+    def _send(self, message: Placed | State) -> None:
+        data = encode(message)
         if self.store is not None:
-            self.store.send(data, is_state=isinstance(message, _State))
+            self.store.send(data, is_state=isinstance(message, State))
         if self.group is not None:
             self._send_to_group(self.group, self.group.secret + data)
 
@@ -320,8 +289,8 @@ class Peers:
 
     def apply(self, data: bytes, sender: Hashable) -> None:
         """Applies a peer's message. Raises ValueError if it is malformed."""
-        message = _DECODER.decode(data)
-        if isinstance(message, _Placed):
+        message = read_message(data)
+        if isinstance(message, Placed):
             worker = self.router.workers.find(message.worker)
             if worker is not None:
                 self.router.attempts.record_of_peer(

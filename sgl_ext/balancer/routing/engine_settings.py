@@ -18,7 +18,8 @@ import msgspec
 from sgl_ext.balancer.metrics.instruments import Counter
 from sgl_ext.balancer.routing.worker import Worker
 from sgl_ext.balancer.routing.workers import Workers
-from sgl_ext.settings.reloading import SETTINGS_PATH, Version, engine_values
+from sgl_ext.settings.reloading import engine_values
+from sgl_ext.wire.orders import SETTINGS_PATH, Version, read_applied
 
 log = logging.getLogger(__name__)
 
@@ -80,7 +81,7 @@ class EngineSettingsSender:
             return f"{answer.status}: {(await answer.text())[:_MOST_TEXT]}"
         worker.settings_number = version.number
         log.info("%s has the reloaded settings", worker.id)
-        return str(msgspec.json.decode(await answer.read())["why"])
+        return read_applied(await answer.read()).why
 
 
 def _lacks(worker: Worker, version: Version) -> bool:

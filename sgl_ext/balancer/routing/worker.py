@@ -15,6 +15,7 @@ from scheduler.programs.pace import PrefillPace
 from scheduler.silence import stalled_after_s
 from sgl_ext.membership.member import Member
 from sgl_ext.pin_mirror import PinMirror
+from sgl_ext.wire.peers import Load
 
 if TYPE_CHECKING:
     from sgl_ext.balancer.routing.attempts import Attempt
@@ -33,14 +34,6 @@ STATES = (
 PREFILL, DECODE = "prefill", "decode"
 SLOW_START_S = 20.0
 SETTLED_S = 0.5
-
-
-class Load(NamedTuple):
-    """A worker's requests, how many of them decode, and the tokens still to prefill."""
-
-    in_flight: int = 0
-    decoding: int = 0
-    pending_tokens: int = 0
 
 
 def rank_id(engine: str, rank: int) -> str:

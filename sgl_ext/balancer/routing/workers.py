@@ -13,7 +13,8 @@ from prometheus_client.registry import Collector
 from radix.tier import Tier
 from sgl_ext.balancer.metrics.registry import Metrics, gauges
 from sgl_ext.balancer.routing.worker import DECODE, PREFILL, STATES, Worker, rank_id
-from sgl_ext.membership.member import ADMIN, AdminChanges, Member, merge
+from sgl_ext.membership.member import ADMIN, Member, merge
+from sgl_ext.wire.peers import AdminChanges
 
 log = logging.getLogger(__name__)
 

@@ -9,12 +9,12 @@ from collections import Counter
 from collections.abc import Mapping
 from functools import cache
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
-import orjson
 import zmq
 
 from sgl_ext.temporary_folder import ENGINE_FOLDERS, make_folder
+from sgl_ext.wire.orders import Orders, encode_orders, read_orders
 
 _READABLE = int(zmq.POLLIN)
 _FOLDER, _NAME = "SGLEXT_ENGINE_FOLDER", "SGLEXT_ENGINE_NAME"
@@ -74,22 +74,11 @@ class Outbox:
 
     def unpin(self, prefixes: list[str]) -> None:
         """Orders that these pins are given up, which takes a second or two."""
-        self._socket.send(orjson.dumps({"unpin": prefixes}), zmq.NOBLOCK)
+        self._socket.send(encode_orders(Orders(unpin=tuple(prefixes))), zmq.NOBLOCK)
 
     def change(self, settings: Mapping[str, Any]) -> None:
         """Orders that these settings are in effect from the next iteration on."""
-        self._socket.send(orjson.dumps({"settings": settings}), zmq.NOBLOCK)
-
-
-class Orders(NamedTuple):
-    """The prefixes to unpin, and the settings that change, by their names."""
-
-    unpin: tuple[str, ...] = ()
-    settings: Mapping[str, Any] = {}
-
-    def and_then(self, later: "Orders") -> "Orders":
-        """These orders and later ones."""
-        return Orders(self.unpin + later.unpin, {**self.settings, **later.settings})
+        self._socket.send(encode_orders(Orders(settings=settings)), zmq.NOBLOCK)
 
 
 class Inbox:
@@ -103,7 +92,5 @@ class Inbox:
         """Earlier orders, and those that came since the last call."""
         # Not `poll`: it makes a poller at each call, and this runs before each step of decoding.
         while int(self._socket.getsockopt(zmq.EVENTS)) & _READABLE:
-            order = orjson.loads(self._socket.recv())
-            came = Orders(tuple(order.get("unpin", ())), order.get("settings", {}))
-            earlier = earlier.and_then(came)
+            earlier = earlier.and_then(read_orders(self._socket.recv()))
         return earlier

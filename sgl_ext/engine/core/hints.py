@@ -10,8 +10,7 @@ the engine's name, which no client knows, so no client can forge an action.
 """
 
 import time
-from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any
 from uuid import uuid4
 
 import xxhash
@@ -22,6 +21,7 @@ from sgl_ext.engine.core.folder import engine_name, secret
 from sgl_ext.engine.core.request_context import RequestContext, conversation_name
 from sgl_ext.engine.sglang_http_types import GenerateReqInput, KvHintAction, KvHintsEnvelope
 from sgl_ext.reading.segments import Chain
+from sgl_ext.wire.hints import Hints, hints_in, payload_of
 
 _MARK = "~sgl_ext-ahead-"
 _DIGEST = 16
@@ -102,36 +102,6 @@ def is_forced(request: Any) -> bool:
 
 
 _ACTION = "sgl_ext.hints"
-_HASH_BYTES = 16
-
-
-class Hints(NamedTuple):
-    """What the scheduler knows of a request. `hashes` and `ends` are those of its `Chain`.
-
-    pins: as in `RequestContext`. sent_s: the HTTP process's monotonic clock when it was sent.
-    queued_s: how long it had waited in the balancer by then. window_s: how long a window of the
-        balancer's queue was.
-    is_reusable: whether the client may come back for the prompt's prefix.
-    is_demoted: whether the session's pins on this prompt are to end.
-    output_tokens: the length of answer that the client expects, None if it does not say.
-    conversation: its `digest`; "" if it is unknown.
-    """
-
-    hashes: Sequence[int]
-    ends: Sequence[int]
-    pins: tuple[tuple[int, float], ...]
-    owner: str
-    session: str
-    sent_s: float
-    is_reusable: bool
-    is_last: bool
-    is_answer_reusable: bool
-    output_tokens: int | None = None
-    priority: int = 0
-    queued_s: float = 0.0
-    is_demoted: bool = False
-    conversation: str = ""
-    window_s: float = 0.0
 
 
 def attach(request: GenerateReqInput, context: RequestContext) -> None:
@@ -188,12 +158,11 @@ def _encode(context: RequestContext, chain: Chain) -> KvHintAction:
         conversation=digest(conversation) if conversation else "",
         window_s=context.window_s,
     )
-    packed = b"".join([segment.to_bytes(_HASH_BYTES) for segment in hints.hashes])
     return sglang_api.KvHintAction(
         action_id=engine_name(),
         action_type=_ACTION,
         action_version="1",
-        payload=hints._asdict() | {"hashes": packed.hex()},
+        payload=payload_of(hints),
     )
 
 
@@ -201,11 +170,5 @@ def decode_hints(envelope: KvHintsEnvelope | None) -> Hints | None:
     """The hints in the `kv_hints` of a scheduler's request, if there are any."""
     for action in envelope.actions if envelope is not None else ():
         if action.action_type == _ACTION and action.action_id == engine_name():
-            hints = Hints(**action.payload)
-            packed = bytes.fromhex(action.payload["hashes"])
-            starts = range(0, len(packed), _HASH_BYTES)
-            return hints._replace(
-                hashes=tuple([int.from_bytes(packed[s : s + _HASH_BYTES]) for s in starts]),
-                pins=tuple((tokens, ttl_s) for tokens, ttl_s in hints.pins),
-            )
+            return hints_in(action.payload)
     return None

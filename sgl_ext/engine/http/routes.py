@@ -83,7 +83,7 @@ from sgl_ext.protocols.models import (
 )
 from sgl_ext.protocols.models import PATH as MODELS
 from sgl_ext.protocols.responses import COUNT_RESPONSE, RESPONSES
-from sgl_ext.settings.reloading import SETTINGS_PATH, Version, engine_values, with_values
+from sgl_ext.settings.reloading import engine_values, with_values
 from sgl_ext.settings.schema import SettingsError
 from sgl_ext.wire.events import EVENTS_PATH, SUBSCRIBERS_PATH, Subscribers
 from sgl_ext.wire.headers import (
@@ -92,6 +92,7 @@ from sgl_ext.wire.headers import (
     ProbeAnswer,
     probe_headers,
 )
+from sgl_ext.wire.orders import SETTINGS_PATH, Applied, read_version
 
 
 def event_routes(
@@ -329,7 +330,7 @@ def settings_route(
         if request.headers.get("content-type") != "application/json":
             return _error(HTTPStatus.UNSUPPORTED_MEDIA_TYPE, "the body must be application/json")
         try:
-            version = msgspec.json.decode(await request.body(), type=Version)
+            version = read_version(await request.body())
             values = engine_values(version)
             settings = with_values(extension.settings, values)
         except (msgspec.MsgspecError, SettingsError) as error:
@@ -341,7 +342,7 @@ def settings_route(
             except zmq.Again:
                 return _error(HTTPStatus.SERVICE_UNAVAILABLE, "the scheduler reads no orders")
             extension.change(settings, version.number)
-        return JSONResponse({"applied": not unreached, "why": unreached})
+        return JSONResponse(msgspec.to_builtins(Applied(not unreached, unreached)))
 
     return Route(SETTINGS_PATH, change, methods=["POST"])
 

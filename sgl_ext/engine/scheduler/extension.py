@@ -14,7 +14,7 @@ from scheduler.load_cost import PRIOR
 from scheduler.order import Served
 from scheduler.preemption import PreemptionHistory
 from sgl_ext.engine.core.counters import counter
-from sgl_ext.engine.core.folder import Inbox, Orders
+from sgl_ext.engine.core.folder import Inbox
 from sgl_ext.engine.scheduler import state
 from sgl_ext.engine.scheduler.event_publisher import EventPublisher, PublishedCache
 from sgl_ext.engine.scheduler.pins import PinPressure
@@ -22,6 +22,7 @@ from sgl_ext.engine.sglang_types import PrefillAdder, Req, TreeCache
 from sgl_ext.settings.reloading import with_values
 from sgl_ext.settings.schema import EngineSettings
 from sgl_ext.tenants import Tenants
+from sgl_ext.wire.orders import Orders
 
 _ATTRIBUTE = "sgl_ext"
 

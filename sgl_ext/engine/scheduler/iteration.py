@@ -7,35 +7,20 @@ at once when the HTTP process wants a prefix to be unpinned, or settings to be c
 
 import logging
 import time
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable
 from typing import Any
 
-from scheduler.load_cost import PRIOR
 from sgl_ext.engine.arguments import in_effect
-from sgl_ext.engine.core.folder import Orders
 from sgl_ext.engine.scheduler import slice_gate
 from sgl_ext.engine.scheduler.event_publisher import EventChannel, EventPublisher
 from sgl_ext.engine.scheduler.extension import SchedulerExtension, extension_of
 from sgl_ext.engine.scheduler.nodes import clock_s
 from sgl_ext.engine.scheduler.state import compare, data_parallel_rank
 from sgl_ext.engine.sglang_types import NextBatchPlan, Original, ScheduleBatch, Scheduler
+from sgl_ext.wire.orders import Order, Orders
 
 TICK_S = 1.0
 _logger = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True, slots=True)
-class Order:
-    """An order that all ranks carry out in the same iteration: time goes on to `now_s`, the pins of
-    the prefixes in `unpin` are given up, `settings` are in effect, a token that the host loads
-    costs `load_share` of a computed one, and that one takes `token_s`."""
-
-    now_s: float
-    unpin: tuple[str, ...] = ()
-    settings: Mapping[str, Any] = field(default_factory=dict)
-    load_share: float = PRIOR
-    token_s: float = 0.0
 
 
 def send_orders(aborts: list[Any], scheduler: Scheduler) -> list[Any]:

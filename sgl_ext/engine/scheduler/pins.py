@@ -36,12 +36,12 @@ from radix.pin import BUDGET, Pin
 from radix.tier import Tier
 from radix.tiered_pins import Moves, TieredPins
 from sgl_ext.engine.core.counters import counter
-from sgl_ext.engine.core.hints import Hints
 from sgl_ext.engine.core.request_context import WHOLE_PROMPT
 from sgl_ext.engine.core.shared_prefixes import group_salt
 from sgl_ext.engine.scheduler.state import compare, state_of
 from sgl_ext.engine.sglang_types import Req
 from sgl_ext.engine.tiers.host_tier import HostCopies, HostLock
+from sgl_ext.wire.hints import Hints
 
 
 class Tree(Protocol):

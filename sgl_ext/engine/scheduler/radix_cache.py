@@ -20,7 +20,7 @@ from scheduler.eviction_priority import EVICT_FIRST, EvictionPriority, eviction_
 from sgl_ext.engine import sglang_api
 from sgl_ext.engine.arguments import in_effect
 from sgl_ext.engine.core.counters import counter
-from sgl_ext.engine.core.hints import Hints, conversation_of, is_guess, is_slice
+from sgl_ext.engine.core.hints import conversation_of, is_guess, is_slice
 from sgl_ext.engine.scheduler import state
 from sgl_ext.engine.scheduler.first_token import deferred_of
 from sgl_ext.engine.scheduler.pins import PinKeeper, PinPressure
@@ -39,6 +39,7 @@ from sgl_ext.engine.sglang_types import (
 from sgl_ext.engine.tiers.host_tier import HostCopies, Loads, count_cached
 from sgl_ext.engine.tiers.shared_pages import shared_pages_of
 from sgl_ext.settings.schema import EngineSettings
+from sgl_ext.wire.hints import Hints
 
 _MOST_EVICTED_FIRST = 4096
 

@@ -6,8 +6,9 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from sgl_ext.engine import sglang_api
-from sgl_ext.engine.core.hints import Hints, decode_hints
+from sgl_ext.engine.core.hints import decode_hints
 from sgl_ext.engine.sglang_types import Req, TreeCache
+from sgl_ext.wire.hints import Hints
 
 _ATTRIBUTE = "sgl_ext"
 

@@ -25,7 +25,7 @@ from sgl_ext.balancer.metrics.registry import Metrics
 from sgl_ext.balancer.routing.attempts import Attempt, RoutingRequest
 from sgl_ext.balancer.routing.explanation import explain
 from sgl_ext.balancer.routing.router import Router
-from sgl_ext.balancer.routing.worker import Load
+from sgl_ext.wire.peers import Load
 from tests.balancer.shared_memory import SharedMemory
 from tests.balancer.wire import until
 from tests.balancer.workers import workers_at

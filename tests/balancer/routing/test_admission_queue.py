@@ -14,9 +14,10 @@ from scheduler import admission_queue
 from sgl_ext.balancer.metrics.registry import band
 from sgl_ext.balancer.routing.admission_queue import HOME_WAIT_S, RESERVE_S, AdmissionQueue
 from sgl_ext.balancer.routing.attempts import NO_ROUTING, Attempt, RoutingRequest
-from sgl_ext.balancer.routing.worker import Load, Worker
+from sgl_ext.balancer.routing.worker import Worker
 from sgl_ext.membership.sources import STATIC
 from sgl_ext.protocols.errors import BalancerError
+from sgl_ext.wire.peers import Load
 from tests.balancer.routing.test_router import Setting
 
 ANN = {"x-tenant-id": "ann"}

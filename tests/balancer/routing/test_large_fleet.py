@@ -19,8 +19,9 @@ from sgl_ext.balancer.routing.candidates import REREAD_S
 from sgl_ext.balancer.routing.explanation import explain
 from sgl_ext.balancer.routing.homes import MOST_LISTED
 from sgl_ext.balancer.routing.router import Router
-from sgl_ext.balancer.routing.worker import Load, Worker
+from sgl_ext.balancer.routing.worker import Worker
 from sgl_ext.reading.segments import Chain
+from sgl_ext.wire.peers import Load
 from tests.balancer.routing.test_router import Setting
 
 SEGMENT_TOKENS = 1_000

@@ -15,7 +15,8 @@ from sgl_ext.balancer.routing import workers as table_of_workers
 from sgl_ext.balancer.routing.explanation import explain
 from sgl_ext.balancer.routing.worker import Worker
 from sgl_ext.balancer.routing.workers import Workers
-from sgl_ext.membership.member import AdminChanges, Member
+from sgl_ext.membership.member import Member
+from sgl_ext.wire.peers import AdminChanges
 from tests.balancer.routing.test_router import Setting
 
 ONE, TWO = Member(id="1", url="http://a:1"), Member(id="2", url="http://b:1")

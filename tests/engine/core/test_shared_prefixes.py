@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 
 from sgl_ext.engine.core import counters, shared_prefixes
 from sgl_ext.engine.core.folder import secret
-from sgl_ext.engine.core.hints import Hints, slice_name
+from sgl_ext.engine.core.hints import slice_name
 from sgl_ext.engine.core.request_context import WHOLE_PROMPT, DryRun, RequestContext
 from sgl_ext.engine.core.request_names import is_whole_group, isolate, salted
 from sgl_ext.engine.prefill_ahead import service
@@ -25,6 +25,7 @@ from sgl_ext.engine.scheduler import admission
 from sgl_ext.engine.scheduler.admission import FOLLOW_TOKENS
 from sgl_ext.engine.scheduler.state import RequestState
 from sgl_ext.settings.schema import EngineSettings
+from sgl_ext.wire.hints import Hints
 
 TOKENS = 1000
 GROUPS = ("alice", "bob")

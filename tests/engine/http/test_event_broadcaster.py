@@ -16,7 +16,6 @@ from radix.residency.residency import Residency
 from radix.tiered_pins import TieredPins
 from scheduler.load_cost import PRIOR
 from sgl_ext.engine.core.counters import counter
-from sgl_ext.engine.core.hints import Hints
 from sgl_ext.engine.http import event_broadcaster
 from sgl_ext.engine.http.event_broadcaster import EventBroadcaster
 from sgl_ext.engine.scheduler import event_publisher
@@ -24,6 +23,7 @@ from sgl_ext.engine.scheduler.event_publisher import EventPublisher
 from sgl_ext.engine.scheduler.pins import PinKeeper
 from sgl_ext.engine.tiers.host_tier import Loads
 from sgl_ext.wire import events
+from sgl_ext.wire.hints import Hints
 from tests.waiting import HANG_S
 
 A, B, C = (f"{number:032x}" for number in (0xA, 0xB, 0xC))

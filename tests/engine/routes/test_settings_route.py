@@ -17,8 +17,8 @@ from sgl_ext.engine.http.routes import settings_route
 from sgl_ext.engine.prefill_ahead.prefiller import Prefiller
 from sgl_ext.engine.scheduler.extension import SchedulerExtension
 from sgl_ext.settings.fields import fields_of
-from sgl_ext.settings.reloading import SETTINGS_PATH
 from sgl_ext.settings.schema import EngineSettings
+from sgl_ext.wire.orders import SETTINGS_PATH
 
 Extend = Callable[..., HttpExtension]
 

@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 
-from sgl_ext.engine.core.hints import Hints
 from sgl_ext.engine.scheduler import admission, priority
 from sgl_ext.engine.scheduler.extension import extension_of
 from sgl_ext.engine.scheduler.state import RequestState
+from sgl_ext.wire.hints import Hints
 from tests.engine.core.test_shared_prefixes import sglang
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # SGLang warns while it is imported

@@ -10,11 +10,11 @@ from typing import Any
 
 import pytest
 
-from sgl_ext.engine.core.hints import Hints
 from sgl_ext.engine.core.request_context import WHOLE_PROMPT
 from sgl_ext.engine.scheduler.state import RequestState
 from sgl_ext.protocols.registry import of_path
 from sgl_ext.reading.segments import read_chain
+from sgl_ext.wire.hints import Hints
 from tests.engine.core.test_shared_prefixes import TOKENS, Tree, loaded, sglang
 from tests.radix.held import everything
 

@@ -12,11 +12,11 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from sgl_ext.engine.core.hints import Hints
 from sgl_ext.engine.core.request_context import WHOLE_PROMPT
 from sgl_ext.engine.scheduler import first_token
 from sgl_ext.engine.scheduler.state import RequestState
 from sgl_ext.settings.schema import EngineSettings
+from sgl_ext.wire.hints import Hints
 from tests.engine.core.test_shared_prefixes import TOKENS, Tree, loaded, sglang
 from tests.radix.held import everything
 

@@ -11,10 +11,10 @@ from typing import Any
 import pytest
 
 from scheduler.load_cost import PRIOR
-from sgl_ext.engine.core.folder import Orders
 from sgl_ext.engine.scheduler import iteration
 from sgl_ext.engine.scheduler.event_publisher import EventPublisher
 from sgl_ext.engine.scheduler.extension import extension_of
+from sgl_ext.wire.orders import Orders
 from tests.engine.core.test_shared_prefixes import sglang
 from tests.engine.http.test_event_broadcaster import Cache, Pipe
 from tests.engine.http.test_event_broadcaster import Scheduler as WithLoad

@@ -9,11 +9,11 @@ from typing import Any
 import pytest
 
 from scheduler.order import MOST
-from sgl_ext.engine.core.hints import Hints
 from sgl_ext.engine.scheduler import priority
 from sgl_ext.engine.scheduler.extension import extension_of
 from sgl_ext.engine.scheduler.state import RequestState, state_of
 from sgl_ext.settings.schema import EngineSettings, Tenant
+from sgl_ext.wire.hints import Hints
 
 
 def request(

@@ -14,10 +14,10 @@ from typing import Any
 import pytest
 
 from radix.tiered_pins import TieredPins
-from sgl_ext.engine.core.hints import Hints
 from sgl_ext.engine.core.request_context import WHOLE_PROMPT
 from sgl_ext.engine.scheduler import admission
 from sgl_ext.engine.scheduler.pins import PinKeeper, PinPressure
+from sgl_ext.wire.hints import Hints
 
 TTL_S = 300.0
 Tokens = tuple[int, ...]

@@ -25,8 +25,8 @@ import requests
 from sgl_ext_cpu.nursery import Nursery
 
 from sgl_ext.pin_mirror import PATH
-from sgl_ext.settings.reloading import SETTINGS_PATH
 from sgl_ext.settings.schema import EngineSettings
+from sgl_ext.wire.orders import SETTINGS_PATH
 from tests.engine.scheduler.test_event_publisher import (
     ONE,
     POOL,

@@ -18,10 +18,10 @@ from typing import Any
 import pytest
 
 from sgl_ext.engine.core.counters import counter
-from sgl_ext.engine.core.hints import Hints
 from sgl_ext.engine.core.request_context import WHOLE_PROMPT
 from sgl_ext.engine.scheduler.state import RequestState
 from sgl_ext.settings.schema import EngineSettings
+from sgl_ext.wire.hints import Hints
 
 TOKENS, WINDOWED, SLOTS = 1200, 400, 24
 WINDOW, CHUNK = 16, 64

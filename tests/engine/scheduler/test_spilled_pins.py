@@ -19,8 +19,8 @@ import requests
 from sgl_ext_cpu.nursery import Nursery
 
 from sgl_ext.pin_mirror import PATH
-from sgl_ext.settings.reloading import SETTINGS_PATH
 from sgl_ext.settings.schema import EngineSettings
+from sgl_ext.wire.orders import SETTINGS_PATH
 from tests.engine.scheduler.test_event_publisher import POOL, Engine, running_engine
 from tests.engine.scheduler.test_pins import Kind
 from tests.kinds import slow_but_for

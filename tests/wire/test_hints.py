@@ -1,0 +1,48 @@
+"""What an engine's HTTP process sends its scheduler with a request."""
+
+from __future__ import annotations
+
+import orjson
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from sgl_ext.wire.hints import Hints, hints_in, payload_of
+
+texts, seconds = st.text(max_size=9), st.floats(0, 1e6)
+hints = st.builds(
+    Hints,
+    st.lists(st.integers(0, 2**128 - 1), max_size=5).map(tuple),
+    st.lists(st.integers(0, 2**40), max_size=5),
+    st.lists(st.tuples(st.integers(-1, 2**40), seconds), max_size=3).map(tuple),
+    texts,
+    texts,
+    seconds,
+    st.booleans(),
+    st.booleans(),
+    st.booleans(),
+    st.none() | st.integers(0, 2**31),
+    st.integers(-1000, 1000),
+    seconds,
+    st.booleans(),
+    texts,
+    seconds,
+)
+
+
+@given(hints)
+def test_what_is_sent_arrives(stated: Hints) -> None:
+    """Whatever SGLang makes of the payload on its way, it can hold no more than JSON does."""
+    assert hints_in(orjson.loads(orjson.dumps(payload_of(stated)))) == stated
+    assert hints_in(payload_of(stated)) == stated
+
+
+def test_a_payload_of_another_form_is_an_error() -> None:
+    stated = Hints((1, 2), (5, 9), (), "", "", 0.0, True, False, True)
+    payload = payload_of(stated)
+    with pytest.raises(ValueError, match="cut"):
+        hints_in(payload | {"hashes": payload["hashes"][:-2]})
+    with pytest.raises(TypeError):
+        hints_in({"hashes": ""})
+    with pytest.raises(TypeError):
+        hints_in(payload | {"later": 1})
