@@ -37,6 +37,6 @@ class Tenants:
             return named
         return Tenant(name, self._max_priority, adapters="" if name else ANY_ADAPTER)
 
-    def asking(self, headers: Mapping[str, str]) -> Tenant:
+    def of_headers(self, headers: Mapping[str, str]) -> Tenant:
         """The tenant of a request with these headers, whose names are in lower case."""
         return self.of(headers.get(TENANT_HEADER, ""))

@@ -24,8 +24,8 @@ def test_configured_tenants_have_their_settings_and_others_the_defaults() -> Non
 
 
 def test_the_header_names_the_tenant_of_a_request() -> None:
-    assert TENANTS.asking({"x-tenant-id": "people"}) is PEOPLE
-    assert TENANTS.asking({}) == TENANTS.of("")
+    assert TENANTS.of_headers({"x-tenant-id": "people"}) is PEOPLE
+    assert TENANTS.of_headers({}) == TENANTS.of("")
 
 
 def test_a_tenant_shares_its_cache_with_its_group() -> None:

@@ -63,12 +63,12 @@ _STEPS = {
         *("routing/admission_queue", "access/rate_limits", "scheduler/retry_budget"),
     ),
     "send it to the worker": (
-        *("relay/delivery", "routing/standby_prefill"),
+        "routing/standby_prefill",
         "protocols/request_ids",
     ),
-    "relay the answer": ("http/upstream", "relay/response", "relay/exchange"),
+    "run the request, and relay the answer": ("http/upstream", "relay/exchange"),
     "usage, metrics and request log": (
-        *("reading/usage", "relay/ending", "reporting/activity", "reporting/history"),
+        *("reading/usage", "reporting/activity", "reporting/history"),
         *("reporting/request_log", "reporting/ended_request", "metrics/clients"),
     ),
 }
@@ -151,7 +151,9 @@ class _Pair:
             del buffer
             self._downstream.buffer_updated(size)
             rest = rest[size:]
+        await asyncio.sleep(0)  # it is read and sent
         self._upstream.data_received(WHOLE)
+        await asyncio.sleep(0)
         assert self._client.written, "it is answered at once"
         self._client.written = 0
         self._upstream.sweeps = 0

@@ -19,7 +19,7 @@ from sgl_ext.balancer.cluster.peers import PeerGroup, Peers, StoreMessages
 from sgl_ext.balancer.conversations.conversation_store import ConversationStore
 from sgl_ext.balancer.conversations.tenant_documents import TenantDocuments
 from sgl_ext.balancer.metrics.registry import Metrics
-from sgl_ext.balancer.relay.hint_rules import HintRules
+from sgl_ext.balancer.relay.reading import HintRules
 from sgl_ext.balancer.relay.services import Services
 from sgl_ext.balancer.reporting.activity import Activity
 from sgl_ext.balancer.reporting.diagnosis import DivergenceDetector

@@ -14,16 +14,24 @@ import logging
 import re
 from collections import deque
 from collections.abc import Awaitable, Callable, Iterable, Sequence
+from heapq import nsmallest
 from http import HTTPStatus
+
+from msgspec import structs
 
 from sgl_ext.balancer.http.request_head import HOP_BY_HOP
 from sgl_ext.balancer.http.upstream import ResponseHead, ResponseReceiver
 from sgl_ext.balancer.metrics.registry import Metrics
+from sgl_ext.balancer.relay.exchange import Exchange
+from sgl_ext.balancer.relay.preparation import Preparation
+from sgl_ext.balancer.routing.attempts import Attempt
+from sgl_ext.balancer.routing.worker import Worker
+from sgl_ext.balancer.routing.workers import Workers
 from sgl_ext.epp import messages
 from sgl_ext.epp.messages import Response
-from sgl_ext.epp.pick import Pick
 from sgl_ext.limits.bounds import MAX_HEAD_BYTES
 from sgl_ext.protocols.errors import BalancerError
+from sgl_ext.settings.sources import address_of
 
 log = logging.getLogger(__name__)
 
@@ -161,6 +169,8 @@ class Outbox:
             self._writing = None
 
 
+_SPARE = 2
+"""Engines that a gateway is named besides the one that was picked."""
 _DETAILS = "endpoint_picker"
 # What Envoy answers by itself, in plain text, when it reaches no engine. Engines' errors are JSON.
 _GATEWAY_ERRORS = (502, 503, 504)
@@ -169,7 +179,7 @@ _STATUS = re.compile(rb"[2-9][0-9]{2}")
 
 
 class EnvoyGateway:
-    """What one stream of a gateway is to its pick.
+    """What one stream of a gateway is to its request.
 
     shows_answers: whether the body of the answer passes through here.
     has_body, has_trailers: what the request has.
@@ -234,15 +244,15 @@ class EnvoyGateway:
         """What the engine answers does not count any more."""
         self._receiver = None
 
-    def take_answer(self, pick: Pick, kind: str, message: messages.Request) -> bool:
+    def take_answer(self, exchange: Exchange, kind: str, message: messages.Request) -> bool:
         """Takes a part of the answer. False if the gateway may not send it now."""
         receiver = self._receiver
         if receiver is None:
             return False
         self.heard = True
         if kind == "response_headers":
-            pick.served_by(messages.served_by(message))
-            self._take_head(pick, receiver, message.response_headers)
+            exchange.answered_by(f"http://{messages.served_by(message)}")
+            self._take_head(exchange, receiver, message.response_headers)
         elif kind == "response_body" and self._status:
             data, ends = message.response_body.body, message.response_body.end_of_stream
             if ends:
@@ -259,7 +269,9 @@ class EnvoyGateway:
             return False
         return True
 
-    def _take_head(self, pick: Pick, receiver: ResponseReceiver, head: messages.Request) -> None:
+    def _take_head(
+        self, exchange: Exchange, receiver: ResponseReceiver, head: messages.Request
+    ) -> None:
         headers = messages.headers_of(head.headers)
         fields = dict(headers)
         stated = fields.get(b":status", b"")
@@ -277,7 +289,8 @@ class EnvoyGateway:
         self._answer_has_body = not head.end_of_stream
         answer = ResponseHead(status, b"", headers)
         if not self.shows_answers:
-            pick.passed(answer)
+            if (lines := exchange.passes(answer)) is not None:
+                self.let_through(lines)
             return
         receiver.response_head(answer)
         if not self._answer_has_body:
@@ -358,3 +371,76 @@ class EnvoyGateway:
     def _end(self) -> None:
         self.ended, self._receiver = True, None
         self._reads(True)
+
+
+class GatewayWay:
+    """The way of one request to its engine over a gateway.
+
+    The gateway learns once where the request goes, so nothing is tried again from here after that.
+    It tries the spare engines that were named, if it is configured to.
+    """
+
+    may_be_resent = False  # the gateway ends a request whose client has left
+
+    def __init__(
+        self, gateway: "EnvoyGateway", workers: Workers, only: frozenset[str] | None
+    ) -> None:
+        """only: the addresses that the request may go to; None: any."""
+        self.is_final = False
+        self._gateway = gateway
+        self._workers = workers
+        self._only = None if only is None else frozenset(f"http://{each}" for each in only)
+
+    def check(self, preparation: Preparation) -> Preparation:
+        """Only what needs no answer may go a way on which none is shown."""
+        if not self._gateway.shows_answers and _needs_answer(preparation):
+            message = (
+                "The gateway does not show answers to its endpoint picker "
+                "(response_body_mode: NONE), which this request needs."
+            )
+            raise BalancerError(HTTPStatus.NOT_IMPLEMENTED, message)
+        if self._only is None:
+            return preparation
+        return structs.replace(
+            preparation, routing=structs.replace(preparation.routing, only=self._only)
+        )
+
+    def to_engine(self, attempt: Attempt) -> "EnvoyGateway":
+        destination = ",".join(_addresses(self._workers, attempt))
+        if not destination:
+            message = f"A gateway reaches engines by address, and {attempt.answerer.id} has a name."
+            raise BalancerError(HTTPStatus.SERVICE_UNAVAILABLE, message)
+        self.is_final = True
+        self._gateway.route(destination)
+        return self._gateway
+
+
+def _needs_answer(preparation: Preparation) -> bool:
+    turn = preparation.turn
+    asks = turn is not None and turn.question is not None
+    return preparation.recorder is not None or preparation.hides_usage or asks
+
+
+def _addresses(workers: Workers, attempt: Attempt) -> list[str]:
+    """The address of the engine that answers, and those of engines that could in its place; none
+    if it has none."""
+    first = address_of(attempt.answerer.url)
+    if first is None:
+        return []
+    found = [first]
+    # The request says which rank it is for, and where a prefill engine's KV is.
+    if attempt.decoder is None:
+        for worker in _spare(workers, attempt):
+            address = address_of(worker.url)
+            if address is not None and address not in found:
+                found.append(address)
+    return found
+
+
+def _spare(workers: Workers, attempt: Attempt) -> list[Worker]:
+    """The engines with the least to do of those that it could have gone to."""
+    picked = attempt.worker
+    views = {view.name: view.pending_tokens for view in attempt.considered}
+    others = [worker for name in views if (worker := workers.find(name)) is not None]
+    able = [w for w in others if w.url != picked.url and w.rank == picked.rank and w.is_available]
+    return nsmallest(_SPARE, able, key=lambda worker: views[worker.id])

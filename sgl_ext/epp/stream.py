@@ -1,6 +1,6 @@
-"""One stream of a gateway: its messages are read, and become a request that is picked for.
+"""One stream of a gateway: its messages are read, and become a request whose engine is picked.
 
-    request head, body -> pick (an exchange) <-> gateway (its client, and its way to the engine)
+    request head, body -> exchange <-> gateway (its client, and its way to the engine)
     answer head, body  -> gateway
 
 A stream has one request. To the balancer's server it is a connection, with the same deadlines.
@@ -13,11 +13,11 @@ from functools import partial
 from http import HTTPStatus
 
 from sgl_ext.balancer.http.request_reader import Request, check_body, take
+from sgl_ext.balancer.relay.exchange import Exchange
 from sgl_ext.balancer.server import Balancer
 from sgl_ext.epp import messages
-from sgl_ext.epp.gateway import EnvoyGateway, Outbox, path_of, raw_head, values_of
+from sgl_ext.epp.gateway import EnvoyGateway, GatewayWay, Outbox, path_of, raw_head, values_of
 from sgl_ext.epp.messages import FULL_DUPLEX_STREAMED, NONE
-from sgl_ext.epp.pick import Pick
 from sgl_ext.limits.bounds import HEAD_S, UNREAD_S, body_deadline_s
 from sgl_ext.limits.byte_account import Hold
 from sgl_ext.protocols.errors import (
@@ -97,7 +97,7 @@ class GatewayStream:
         self._request: Request | None = None
         self._body: RequestBody | None = None
         self._body_began_s = 0.0
-        self._pick: Pick | None = None
+        self._exchange: Exchange | None = None
         self.deadline = balancer.now + HEAD_S
         self._is_served = balancer.joined(self)
 
@@ -141,12 +141,12 @@ class GatewayStream:
         """The gateway sends and takes nothing any more."""
         self._balancer.left(self)
         self._outbox.close()
-        pick, gateway = self._pick, self._gateway
-        if pick is not None and not gateway.ended:
+        exchange, gateway = self._exchange, self._gateway
+        if exchange is not None and not gateway.ended:
             if gateway.is_passed:
-                pick.passed_to_end()
+                exchange.passed()
             else:
-                pick.client_gone()
+                exchange.client_gone()
         if self._request is not None:
             self._request.hold.release()
 
@@ -175,15 +175,16 @@ class GatewayStream:
         gateway = self._gateway
         gateway.headers = values_of(headers)
         gateway.has_body = not message.request_headers.end_of_stream
-        self._pick = pick = Pick(self._services, gateway, request, messages.subset_of(message))
-        self._outbox.on_room = pick.resume
+        way = GatewayWay(gateway, self._services.workers, messages.subset_of(message))
+        self._exchange = exchange = Exchange(self._services, gateway, request, way=way)
+        self._outbox.on_room = exchange.resume
         request.rejection = request.rejection or self._objection(request, message)
         if request.rejection is None and gateway.has_body:
             self._body = RequestBody(request, self._max_body_bytes)
             self._body_began_s = self._balancer.now
             self.deadline = self._body_began_s + body_deadline_s(0)
         else:
-            self._begin(pick)
+            self._begin(exchange)
 
     def _objection(self, request: Request, message: messages.Request) -> BalancerError | None:
         """Why this request cannot be served through a gateway, if it cannot."""
@@ -219,27 +220,27 @@ class GatewayStream:
 
     def _end_body(self, body: RequestBody) -> None:
         body.end()
-        assert self._pick is not None, "a body has a head"
-        self._begin(self._pick)
+        assert self._exchange is not None, "a body has a head"
+        self._begin(self._exchange)
 
     def _take_answer(self, kind: str, message: messages.Request) -> bool:
-        pick = self._pick
-        return pick is not None and self._gateway.take_answer(pick, kind, message)
+        exchange = self._exchange
+        return exchange is not None and self._gateway.take_answer(exchange, kind, message)
 
-    def _begin(self, pick: Pick) -> None:
+    def _begin(self, exchange: Exchange) -> None:
         self._body = None
         self.deadline = math.inf
-        pick.begin()
+        exchange.begin()
 
     def _reject(self, error: BalancerError) -> None:
         """Answers a request whose head or body cannot be accepted."""
-        pick, request = self._pick, self._request
-        if pick is None or request is None:
+        exchange, request = self._exchange, self._request
+        if exchange is None or request is None:
             self._gateway.answer(*self._services.error_response(error, self._path))
             return
         request.body = b""
         request.rejection = error
-        self._begin(pick)
+        self._begin(exchange)
 
     def _reads(self, goes_on: bool) -> None:
         """Whether the gateway's messages are read. If not, it has to take some of ours in time."""
@@ -269,10 +270,10 @@ class GatewayStream:
 
     def end(self) -> None:
         """Ends the request with an error."""
-        if self._pick is None:
+        if self._exchange is None:
             self.abort()
         elif not self._gateway.ended:
-            self._pick.end()
+            self._exchange.end()
 
     def abort(self) -> None:
         """Ends the stream at once. The gateway gets no more of what it has not taken."""

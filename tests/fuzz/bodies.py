@@ -32,7 +32,7 @@ from sgl_ext.balancer.conversations.tenant_documents import TenantDocuments
 from sgl_ext.balancer.http.request_head import RequestHeadCache
 from sgl_ext.balancer.http.request_reader import Request, RequestReader
 from sgl_ext.balancer.metrics.registry import Metrics
-from sgl_ext.balancer.relay.preparation import NOT_PREPARED, Preparation, ask, prepare
+from sgl_ext.balancer.relay.preparation import NOT_PREPARED, Preparation, plan_of, prepare
 from sgl_ext.balancer.relay.reading import BodyReader
 from sgl_ext.balancer.routing.router import Router
 from sgl_ext.balancer.routing.workers import Workers
@@ -115,15 +115,15 @@ def _compare(preparation: Preparation, context: RequestContext) -> None:
 
 
 async def _prepared(services: Any, request: Request) -> Preparation:
-    asked = ask(services, request.head)
-    if asked is None:
+    plan = plan_of(services, request.head)
+    if plan is None:
         return NOT_PREPARED
-    reading = services.reader.read(asked, request.body)
+    reading = services.reader.read(plan, request.body)
     if isinstance(reading, Named):
-        tenant = services.router.tenants.asking(asked.hints).name
+        tenant = services.router.tenants.of_headers(plan.hints).name
         found = await services.conversations.find(reading, tenant)
-        reading = services.reader.read(asked, request.body, found)
-    return prepare(services, request, asked, reading)
+        reading = services.reader.read(plan, request.body, found)
+    return prepare(services, request, plan, reading)
 
 
 async def _engine_reads(data: bytes) -> RequestContext:

@@ -75,7 +75,7 @@ def forwarded(request: Request) -> bytes:
         send=lambda _, head, body, method: sent.extend((head, bytes(body)))
     )
     client: Any = None
-    Exchange(services, client, request).connected(connection)
+    Exchange(services, client, request).send(connection)
     return b"".join(sent)
 
 

@@ -42,7 +42,7 @@ from aiohttp import web
 
 from sgl_ext import pin_mirror
 from sgl_ext.balancer.cluster.launcher import Answer, Launcher, LauncherUnreachable
-from sgl_ext.balancer.relay.reading import Asked, parse_json
+from sgl_ext.balancer.relay.reading import ReadPlan, parse_json
 from sgl_ext.balancer.relay.services import Services
 from sgl_ext.balancer.reporting.request_log import SearchTooLong
 from sgl_ext.balancer.routing.explanation import explain
@@ -133,16 +133,16 @@ async def explain_request(request: web.Request) -> web.Response:
     if path not in routes.PLACED:
         raise BalancerError(HTTPStatus.NOT_FOUND, f"{path}: requests to this path are not placed")
     body, services, hints = await request.read(), request.app[SERVICES], hints_in(request)
-    router, tenant = services.router, services.router.tenants.asking(hints)
+    router, tenant = services.router, services.router.tenants.of_headers(hints)
     target = request.raw_path.encode("latin-1", "replace")
     names = tuple(name.lower().encode("latin-1", "replace") for name in request.headers)
     fields = {name.encode(): value.encode("latin-1", "replace") for name, value in hints.items()}
-    asked_hints = services.hint_rules.asked(tenant.name, fields)
+    defaults = services.hint_rules.of(tenant.name, fields)
     ceiling = tenant.max_priority
-    asked = Asked(
-        path, target, names, hints, True, False, ceiling, False, asked_hints, tenant=tenant.name
+    plan = ReadPlan(
+        path, target, names, hints, True, False, ceiling, False, defaults, tenant=tenant.name
     )
-    reading = await services.read_body(tenant.name, asked, body)
+    reading = await services.read_body(tenant.name, plan, body)
     assert reading.prompt is not None, "it would run"
     routing = router.routing_of(reading.prompt, hints)
     stripped = reading.stripped
@@ -152,7 +152,7 @@ async def explain_request(request: web.Request) -> web.Response:
         "moved_lines": stripped.moved,
         "priority": routing.priority,
         "output_tokens": routing.output_tokens,
-        "default_hints": asked_hints.explain(stripped.body, stripped.fields),
+        "default_hints": defaults.explain(stripped.body, stripped.fields),
     }
     return json_response({**explain(router, routing), **explained})
 
@@ -291,10 +291,10 @@ async def show_restart(request: web.Request) -> web.Response:
     return await _passed_on(launcher, launcher.last_restart())
 
 
-async def _passed_on(launcher: Launcher, asked: Awaitable[Answer]) -> web.Response:
+async def _passed_on(launcher: Launcher, answering: Awaitable[Answer]) -> web.Response:
     """The launcher's answer. Raises BalancerError for an error, in the shape of this server."""
     try:
-        answer = await asked
+        answer = await answering
     except LauncherUnreachable as error:
         is_there = launcher.is_there
         status = HTTPStatus.BAD_GATEWAY if is_there else HTTPStatus.NOT_IMPLEMENTED

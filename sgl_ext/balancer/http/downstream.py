@@ -361,6 +361,9 @@ class DownstreamConnection(asyncio.BufferedProtocol):
         self._lingering = True
         self._reader.close()
         if linger and not self._transport.is_closing():
+            if self._reading_paused:
+                self._reading_paused = False
+                self._transport.resume_reading()
             self._transport.write_eof()
             self.deadline = self._server.now + LINGER_S
         else:

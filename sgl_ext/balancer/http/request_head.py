@@ -15,7 +15,7 @@ import re
 from collections.abc import Callable, Collection, Mapping
 from functools import cached_property
 from http import HTTPStatus
-from typing import NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import httptools
 
@@ -27,6 +27,8 @@ from sgl_ext.protocols.routes import Route
 from sgl_ext.reading.client import ClientFacts, hints_of, read_headers
 from sgl_ext.reading.protocol import ErrorShape
 from sgl_ext.wire.headers import OF_REQUESTS
+
+T = TypeVar("T")
 
 _ID = request_ids.HEADER.encode()
 _PARENT, _STATE = (name.encode() for name in request_ids.TRACE_HEADERS)
@@ -111,8 +113,6 @@ class RequestHead:
     identity: the id and the trace that the client states.
     tenant: the tenant that authentication found; "" otherwise.
     is_socket: whether it opens a WebSocket.
-    asked: what is read of a body for it (`relay.reading.Asked`): it depends on the head and the
-        settings alone, and the cache of heads is emptied when these change.
     rejection: set if the request cannot be served whatever its body.
     """
 
@@ -133,7 +133,7 @@ class RequestHead:
         self.tenant = ""
         self.route: Route | None = None
         self.is_socket = False
-        self.asked: object | None = None
+        self._derived: Any = None
         self.rejection: BalancerError | None = None
         self.is_complete = False
 
@@ -151,6 +151,15 @@ class RequestHead:
     def errors(self) -> ErrorShape:
         """How errors of its path are worded."""
         return errors_of(self.path)
+
+    def derived(self, make: "Callable[[RequestHead], T]") -> T:
+        """What `make` returns for this head: it is called once for all requests with the head. Give
+        the same function always. Its result must depend on the head and the settings alone: when
+        these change, the cache of heads is emptied."""
+        if self._derived is None:
+            self._derived = make(self)
+        found: T = self._derived
+        return found
 
     # The parser calls these.
 

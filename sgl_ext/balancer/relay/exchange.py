@@ -1,105 +1,1152 @@
-"""The life of one request between a client and a worker.
+"""The life of one request between a client and a worker, as one coroutine: `Exchange._run`.
 
-Its connection has received it, and its key was checked with its head. It runs in the callbacks of
-the two connections and never blocks:
+    read -> admit -> place -> connect, send -> relay -> finish
+                      ^                          |
+                      +------ AttemptFailed -----+   until a part of the answer is sent
 
-    begin: prepare -> place, send (`delivery`) -> response_head, response_data ..., response_end
-                                                                              -> `ending`
+Its connection has received it, and its key was checked with its head. What the coroutine waits for
+is reported by callbacks: of the admission queue and the trials, of the connection to the worker,
+and of the probes, which find that a worker hangs. A part of an answer is passed on where it
+arrives, without the coroutine. Two things end a request without it, too: its client leaves, or the
+balancer ends. After that the coroutine finds the request ENDED, and ends.
 
-After the first byte a request is not replayed, and a cut stream ends in the protocol's error event.
+A request whose worker fails before the first byte of its response was sent is sent again elsewhere.
+If it had been sent there, it may be the cause: then it waits for its trial (`routing.trials`), and
+may be refused. After MAX_LOST such failures no request is sent again. The retry budget limits only
+the retries of requests that an engine answered with 503. After the first byte a request is not
+replayed, and a cut stream ends in the protocol's error event.
+
 When the client disconnects, the connection to the worker is closed, and the engine aborts. What a
-model answers waits for a moment before that, as its client may send the request again (`resends`).
+model answers waits for a moment before that, as its client may send the request again (`patience`).
 """
 
 import asyncio
 import logging
+import re
+import secrets
 import time
-from collections.abc import Awaitable, Callable, Coroutine
+from collections.abc import Awaitable
+from enum import Enum
+from functools import partial
 from http import HTTPStatus
-from typing import Any
+from typing import Any, Protocol, TypeVar
 
+import orjson
 from msgspec import structs
 
 from sgl_ext.balancer.conversations.expansion import Named
-from sgl_ext.balancer.http.upstream import ResponseHead, stream_lines
-from sgl_ext.balancer.metrics.registry import band
-from sgl_ext.balancer.relay.context_making import make_context
-from sgl_ext.balancer.relay.delivery import (
-    BEFORE_FIRST_BYTE,
-    ENDED,
-    MAX_ATTEMPTS,
-    RELAYING,
-    WAITING,
+from sgl_ext.balancer.conversations.response_turns import LaneTurns
+from sgl_ext.balancer.http.downstream import Client
+from sgl_ext.balancer.http.request_reader import Request
+from sgl_ext.balancer.http.upstream import (
+    STREAM_LINES,
+    ConnectionPool,
+    ResponseHead,
+    Upstream,
+    stream_lines,
 )
-from sgl_ext.balancer.relay.ending import OK, Ending
-from sgl_ext.balancer.relay.hidden_usage import without_usage
-from sgl_ext.balancer.relay.preparation import NOT_PREPARED, Preparation, ask, prepare
-from sgl_ext.balancer.relay.reading import Asked, Reading
-from sgl_ext.balancer.relay.resends import MAX_SENT_BYTES, copy_key
-from sgl_ext.balancer.relay.response import Response
-from sgl_ext.balancer.reporting.ended_request import Outcome
+from sgl_ext.balancer.metrics.registry import band
+from sgl_ext.balancer.relay.patience import MAX_SENT_BYTES, NO_CLIENT, copy_key
+from sgl_ext.balancer.relay.preparation import (
+    NOT_PREPARED,
+    Preparation,
+    make_context,
+    plan_of,
+    prepare,
+)
+from sgl_ext.balancer.relay.reading import Reading, ReadPlan, without_usage
+from sgl_ext.balancer.relay.services import Services
+from sgl_ext.balancer.reporting.ended_request import EndedRequest, Outcome, ended_request
+from sgl_ext.balancer.reporting.spans import RequestSpans
+from sgl_ext.balancer.routing.attempts import NO_ROUTING, Attempt
+from sgl_ext.balancer.routing.trials import fingerprint_of
+from sgl_ext.balancer.routing.worker import Worker
 from sgl_ext.limits.bounds import LARGE_BODY_BYTES
-from sgl_ext.protocols.errors import BalancerError, internal_error
+from sgl_ext.protocols.cache_diagnostics import find_event, with_diagnosis
+from sgl_ext.protocols.errors import BalancerError, internal_error, no_engine, shutting_down
+from sgl_ext.protocols.request_ids import id_line, lines_of_new, new_request_id, new_trace_id
+from sgl_ext.reading.usage import Usage, read_items, read_usage
+from sgl_ext.wire.headers import REFUSED_LINE, bootstrap_line, queued_lines, retry_line
 
-log = logging.getLogger(__name__)
+# The last events of OpenAI's and of Anthropic's streams, which carry no content.
+_DONE = b"data: [DONE]\n\n"
+_STOP = b"event: message_stop\n"
+# Items of a stream of several prompts: SGLang numbers them at the end of each event.
+_ITEM = re.compile(rb'"index":\s*(\d{1,9})\}\s*\Z')
+_EVENT_ENDS = (b"\n\n", b"\r\n\r\n")
 
-_UNAUTHORIZED, _UNAVAILABLE = 401, 503
+
+class Response:
+    """The response to one attempt.
+
+    lines: the header lines for the client.
+    events_sent: how many events of a stream were sent to the client.
+    """
+
+    def __init__(self, head: ResponseHead, lines: bytes, *, sums_items: bool = False) -> None:
+        """sums_items: whether its usage is that of all its items, and not of the last event."""
+        self.head = head
+        self.lines = lines
+        self.events_sent = 0
+        self._first_data = b""
+        self._last_data = b""
+        self._collected = bytearray()
+        self._items: dict[bytes, bytes] | None = {} if sums_items else None
+
+    def take(self, data: bytes) -> bytes:
+        """Takes a part of the body. Returns the whole events that can be sent now, so that a stream
+        that is cut ends with a complete event."""
+        collected = self._collected
+        if not self.head.streams:
+            collected += data
+            return b""
+        if not collected and data.endswith(b"\n\n"):
+            return data
+        searched = max(0, len(collected) - 3)
+        collected += data
+        at, mark = max((collected.rfind(mark, searched), mark) for mark in _EVENT_ENDS)
+        if at < 0:
+            return b""
+        whole = bytes(collected[: at + len(mark)])
+        del collected[: at + len(mark)]
+        return whole
+
+    @property
+    def first_data(self) -> bytes:
+        """The first events, or the whole body, that were sent to the client."""
+        return self._first_data
+
+    @property
+    def held_bytes(self) -> int:
+        """The size of what is collected."""
+        return len(self._collected)
+
+    def end(self, last: bytes) -> bytes:
+        """The last part has arrived. Returns the collected body, or what follows the last whole
+        event that `take` returned of a stream."""
+        collected = self._collected
+        if not collected:
+            return last
+        collected += last
+        return bytes(collected)
+
+    def sent(self, data: bytes) -> None:
+        """Records events, or a whole body, that are sent to the client."""
+        if not self._first_data:
+            self._first_data = data
+        if data != _DONE and not data.startswith(_STOP):
+            self._last_data = data
+        if not self.head.streams:
+            return
+        self.events_sent += data.count(b"\n\n")
+        if self._items is not None:
+            for event in data.split(b"\n\n"):
+                if (item := _ITEM.search(event)) is not None:
+                    self._items[item[1]] = event
+
+    def usage(self) -> Usage | None:
+        """The usage that the answer states; None if it states none."""
+        if self._items:
+            return read_items(self._items.values())
+        return read_usage(self._first_data, self._last_data)
+
+
+NO_RESPONSE = Response(ResponseHead(0, b"", []), b"")
+"""Stands for the response before there is one."""
+
+
+# How long the decode engine has to answer what its prefill engine rejects, as it rejects it, too.
+_ANSWER_S = 2.0
+
+
+_ROOMS = 10**17
+
+
+def hand_over_line(prefill: Worker) -> bytes:
+    """The header line by which two engines find each other for a request."""
+    return bootstrap_line(prefill.bootstrap, secrets.randbelow(_ROOMS))
+
+
+class Failed(Protocol):
+    def __call__(self, reason: str, /, *, answered: bool) -> None: ...
+
+
+class PrefillLeg:
+    """One copy. failed: called with the reason, and whether the engine answered an error."""
+
+    def __init__(
+        self,
+        pool: ConnectionPool,
+        lines: bytes,
+        body: bytes | bytearray,
+        failed: Failed,
+    ) -> None:
+        """lines: the whole head. It is sent at once."""
+        self._pool = pool
+        self._lines = lines
+        self._body = body
+        self._failed = failed
+        self._status = 0
+        self._connection: Upstream | None = None
+        self._connecting = pool.lease(self)
+
+    def abort(self) -> None:
+        """The answer is complete, or will not come: the engine need not go on."""
+        if self._connection is not None:
+            self._connection.abort()
+        if self._connecting is not None:
+            self._connecting.cancel()
+        self._connection = self._connecting = None
+
+    def connected(self, connection: Upstream) -> None:
+        self._connecting, self._connection = None, connection
+        connection.send(self, self._lines, self._body, "POST")
+
+    def connect_failed(self, reason: str) -> None:
+        self._connecting = None
+        self._failed(reason, answered=False)
+
+    def response_head(self, head: ResponseHead) -> None:
+        self._status = head.status
+
+    def response_data(self, data: bytes) -> None:
+        pass
+
+    def response_end(self, last: bytes) -> None:
+        self._connection = None
+        failed = partial(self._failed, f"status {self._status}", answered=True)
+        if self._status >= HTTPStatus.INTERNAL_SERVER_ERROR:
+            failed()
+        elif self._status != HTTPStatus.OK:
+            asyncio.get_running_loop().call_later(_ANSWER_S, failed)
+
+    def upstream_lost(self, reason: str) -> None:
+        connection, self._connection = self._connection, None
+        if connection is not None and connection.reused and not connection.heard:
+            self._connecting = self._pool.connect(self)
+        else:
+            self._failed(reason, answered=False)
+
+
+MAX_ATTEMPTS = 3
+# How often a request may be at an engine that fails, although it was not found to be the cause.
+MAX_LOST = 4
+# Plain numbers: a member of an enumeration takes as long to look up as a call.
+OK, _BAD_REQUEST, _UNAUTHORIZED, _SERVER_ERROR, _UNAVAILABLE = 200, 400, 401, 500, 503
 # A smaller answer is not counted when it is complete: it is sent at once.
 _UNHELD_BYTES = 16 * 1024
+_WAITING_LINES = b"content-type: text/event-stream\r\n" + STREAM_LINES
+_ENGINE_STOPPED = "The engine stopped in the middle of its answer."
+
+log = logging.getLogger(__name__)
+T = TypeVar("T")
 
 
-class Exchange(Ending):
-    """One request and its response."""
+class Stage(Enum):
+    """How far a request has come."""
 
-    _waiting: asyncio.Task[None] | None = None
-    # The copy that answers in place of this one.
-    _copy: "Exchange | None" = None
-    _may_be_resent = True
+    BEFORE_FIRST_BYTE = "nothing was sent to the client; it may be sent to another worker"
+    WAITING = "the client knows that it waits; it may be sent again, and an error is an event"
+    RELAYING = "a part of the response was sent to the client"
+    ENDED = "the response is complete, or the client is gone"
+
+
+BEFORE_FIRST_BYTE, WAITING, RELAYING, ENDED = Stage
+
+
+class AttemptFailed(Exception):
+    """A worker does not answer the request. It may be sent to another one.
+
+    by_worker: the worker is to blame. answered: it answered an error.
+    """
+
+    def __init__(self, reason: str, *, by_worker: bool = True, answered: bool = False) -> None:
+        super().__init__(reason)
+        self.reason = reason
+        self.by_worker = by_worker
+        self.answered = answered
+
+
+class _StaleConnection(Exception):
+    """The worker closed an idle connection just when it was used. The worker is not to blame."""
+
+
+class _Over(Exception):
+    """The request was ended by something else than its coroutine."""
+
+
+class Way(Protocol):
+    """How requests reach engines: over the balancer's own connections, or by a gateway.
+
+    may_be_resent: whether a client that leaves may send its request again.
+    is_final: whether a request that was sent cannot be sent to another engine from here.
+    """
+
+    may_be_resent: bool
+    is_final: bool
+
+    def check(self, preparation: Preparation) -> Preparation:
+        """The preparation of a request for this way. Raises BalancerError if it cannot go it."""
+        ...
+
+    def to_engine(self, attempt: Attempt) -> Upstream | None:
+        """What the request is sent on; None for a connection of the balancer. Raises
+        BalancerError."""
+        ...
+
+
+class OwnConnections:
+    """The way over the balancer's own connections."""
+
+    may_be_resent = True
+    is_final = False
+
+    def check(self, preparation: Preparation) -> Preparation:
+        return preparation
+
+    def to_engine(self, attempt: Attempt) -> Upstream | None:
+        return None
+
+
+OWN_CONNECTIONS = OwnConnections()
+
+
+class Exchange:
+    """One request and its response. `tried`: the workers that it was sent to."""
+
+    # How a request begins. Most requests change few of these.
+    _stage = BEFORE_FIRST_BYTE
+    _waiter: asyncio.Future[Any] | None = None
+    _failure: Exception | None = None  # that the coroutine has not taken up yet
+    _preparation = NOT_PREPARED
+    routing = NO_ROUTING
+    _answer_lines = b""
+    _spans: RequestSpans | None = None
+    # Its attempts.
+    _attempt: Attempt | None = None
+    _last_attempt: Attempt | None = None  # whether it runs or has ended
+    _attempts = 0
+    _connection: Upstream | None = None
+    _connecting: asyncio.Task[None] | None = None
+    _leg: PrefillLeg | None = None
+    _is_sent = False  # in this attempt
+    _is_answered = False  # the whole response to this attempt has arrived
+    _wait_reason = ""
+    _queued_s = 0.0
+    _lost = 0  # attempts that were sent to a worker that failed
+    _on_trial = False
+    _is_released = False  # its trial may begin, or it needs none
+    _fingerprint = ""  # if it was needed
+    waits_since_s: float | None = None
+    # Its response.
+    _response = NO_RESPONSE
     _counted_bytes = 0
+    _ttft_s = 0.0
+    # Of a request that a later copy may take over: its key, and what was sent; b"" and None else.
+    _copy_key = b""
+    _sent: bytearray | None = None
+    _is_left = False
+    _paid_tokens: int | None = None  # when its client left
+    # The earlier copy that answers in place of this one.
+    _copy: "Exchange | None" = None
 
-    # Prepare.
+    def __init__(
+        self,
+        services: Services,
+        client: Client,
+        request: Request,
+        turns: LaneTurns | None = None,
+        way: Way = OWN_CONNECTIONS,
+    ) -> None:
+        """turns: what its connection remembers, if that is a WebSocket."""
+        self._arrived_s = time.perf_counter()
+        self._services = services
+        self._client = client
+        self._turns = turns
+        self._way = way
+        self._request = request
+        self._head = head = request.head
+        self._pool = services.control
+        self._request_id = head.identity.request_id or new_request_id()
+        trace = head.identity.trace
+        self._trace_id = new_trace_id() if trace is None else trace.trace_id
+        self.tried: set[Worker] = set()
+        if services.span_export is not None and head.route is not None:
+            is_sampled = None if trace is None else trace.is_sampled
+            if services.span_export.records(self._trace_id, is_sampled):
+                self._spans = RequestSpans(head, self._trace_id, self._arrived_s)
 
     def begin(self) -> None:
-        """Prepares, places and sends the request, or answers it with an error."""
-        for name in self._head.identity.replaced:
-            self._services.metrics.identities_replaced.counts[(name,)] += 1
+        """Answers the request, from now on."""
+        # An event loop keeps no reference to a task.
+        self._task = asyncio.get_running_loop().create_task(self._run())
+
+    async def _run(self) -> None:
+        """The life of the request."""
         try:
-            if self._request.rejection is not None:
-                raise self._request.rejection
-            asked = ask(self._services, self._head, remembers=self._turns is not None)
-            if asked is None:
-                self._prepared(NOT_PREPARED)
-            elif len(body := self._request.body) > LARGE_BODY_BYTES:
-                self._wait_for(self._read(asked))
-            elif isinstance(reading := self._services.body_reader.read(asked, body), Named):
-                self._wait_for(self._read(asked, reading))
-            else:
-                self._prepare(asked, reading)
+            if await self._read():
+                return  # an earlier copy answers
+            await self._admit()
+            while True:
+                try:
+                    attempt = await self._place()
+                    self.send(await self._connect(attempt))
+                    body = await self._relay()
+                    break
+                except AttemptFailed as failure:
+                    self._retry(failure)
+            await self._finish(body)
+        except _Over:
+            pass
         except Exception as error:
-            self._failed(error)
+            self._fail(error)
 
-    async def _read(self, asked: Asked, named: Named | None = None) -> None:
-        """Reads a request that is large, or that names what is stored, and prepares it."""
-        body = self._request.body
+    async def _news(self) -> Any:
+        """Waits for the next callback: returns what it reports, or raises why it failed."""
+        if self._failure is None and self._stage is not ENDED:
+            self._waiter = asyncio.get_running_loop().create_future()
+            try:
+                news = await self._waiter
+            finally:
+                self._waiter = None
+        if self._stage is ENDED:
+            raise _Over
+        failure, self._failure = self._failure, None
+        if failure is not None:
+            try:
+                raise failure
+            finally:  # else the error and this frame keep each other
+                del failure
+        return news
+
+    async def _done(self, work: Awaitable[T]) -> T:
+        """The result of work that goes on if the client leaves meanwhile."""
+        result = await work
+        if self._stage is ENDED:
+            raise _Over
+        return result
+
+    def _wake(self, news: object = None) -> None:
+        if self._waiter is not None and not self._waiter.done():
+            self._waiter.set_result(news)
+
+    def _break(self, failure: Exception) -> None:
+        """The coroutine raises this where it waits, or will wait. The first failure counts."""
+        if self._failure is None:
+            self._failure = failure
+        self._wake()
+
+    # Read and admit.
+
+    async def _read(self) -> bool:
+        """Reads the request. True if an earlier copy of it answers it."""
+        if self._stage is ENDED:
+            raise _Over
+        services, head = self._services, self._head
+        for name in head.identity.replaced:
+            services.metrics.identities_replaced.counts[(name,)] += 1
+        if self._request.rejection is not None:
+            raise self._request.rejection
+        preparation = NOT_PREPARED
+        plan = plan_of(services, head, remembers=self._turns is not None)
+        if plan is not None:
+            reading = await self._reading(plan)
+            if self._spans is not None:
+                body = reading.stripped.body
+                self._spans.read(body.get("model") if isinstance(body, dict) else None)
+            if plan.runs and self._finds_copy():
+                return True
+            preparation = prepare(services, self._request, plan, reading, self._turns)
+        self._preparation = preparation = self._way.check(preparation)
+        self.routing = preparation.routing
+        return False
+
+    async def _reading(self, plan: ReadPlan) -> Reading:
+        """A large body, and what a request names of the store, take time."""
+        services, body, named = self._services, self._request.body, None
+        if len(body) <= LARGE_BODY_BYTES:
+            reading = services.body_reader.read(plan, body)
+            if not isinstance(reading, Named):
+                return reading
+            named = reading
+        tenant = self._head.tenant
+        return await self._done(services.read_body(tenant, plan, body, named, self._turns))
+
+    async def _admit(self) -> None:
+        """Charges the request's tenant for it, and makes a context of it if it asks for one."""
+        services, preparation, tenant = self._services, self._preparation, self._head.tenant
+        if preparation.beat:
+            services.heartbeats.begin(self)
+        if services.rate_limits.charges(tenant):
+            # What it claims of an engine is charged until its cost is known.
+            claimed_tokens = self.routing.prompt_tokens + self.routing.output_tokens
+            lease = services.rate_limits.lease(tenant, claimed_tokens)
+            if lease is not None:
+                await self._done(lease)
+            charge = services.rate_limits.admit(tenant, claimed_tokens)
+            self._preparation = structs.replace(preparation, charge=charge)
+        services.retries.add_request()
+        if path := preparation.context_path:
+            names_stored = bool(preparation.saved_bytes)
+            making = make_context(services, self._request, path, names_stored=names_stored)
+            self._answer_lines = await self._done(making)
+
+    # Place and send.
+
+    async def _place(self) -> Attempt | None:
+        """Begins an attempt at a worker, and waits until the prefix that it follows is computed.
+        None for the control plane, which is in this process."""
+        self._wait_reason = ""
+        if self._head.route is None:
+            return None
         services = self._services
-        reading = await services.read_body(self._head.tenant, asked, body, named, self._turns)
-        if self._stage is not ENDED:
-            self._prepare(asked, reading)
-
-    def _prepare(self, asked: Asked, reading: Reading) -> None:
+        attempt = await self._placement()
         if self._spans is not None:
-            body = reading.stripped.body
-            self._spans.read(body.get("model") if isinstance(body, dict) else None)
-        if asked.runs and self._finds_copy():
+            self._spans.placed(attempt, self._wait_reason)
+        services.metrics.placements.counts[(attempt.placement.reason,)] += 1
+        if self.tried:
+            services.metrics.retries.inc()
+        self._attempts += 1
+        self.tried.add(attempt.worker)
+        if attempt.decoder is not None:
+            self.tried.add(attempt.decoder)
+        self._pool = services.pool(attempt.decoder or attempt.worker)
+        if attempt.placement.reason == "home" and not self._on_trial:
+            services.standby_prefill.consider(
+                attempt, self._head, self._request.body, self._request_id
+            )
+        if attempt.waits_for_prefix(partial(self._prefix_computed, attempt)):
+            self._wait_reason = "prefix"
+            await self._news()
+        return attempt
+
+    async def _placement(self) -> Attempt:
+        """Waits for a trial if the request is suspected, and then for a worker with capacity."""
+        services = self._services
+        while True:
+            self._is_released = False
+            if not self._on_trial and self._is_run and not services.trials.admits(self):
+                await self._trial()
+                continue
+            self._wait_reason = ""
+            if self._spans is not None:
+                self._spans.waits()
+            if not services.admission_queue.place(self):
+                self._wait_reason = "capacity"
+            while (attempt := self._attempt) is None:
+                await self._news()
+            if not self._on_trial or services.trials.may_send(self, attempt):
+                return attempt
+            self._on_trial, self._attempt = False, None
+            services.router.attempts.fail(attempt, by_worker=False)
+            await self._trial()
+
+    async def _trial(self) -> None:
+        """Waits until the trial of the request begins, or until it is not suspected any more."""
+        while not self._is_released:
+            await self._news()
+
+    async def _connect(self, attempt: Attempt | None) -> Upstream:
+        """A connection to the attempt's worker."""
+        if self._wait_reason:
+            self._queued_s = time.perf_counter() - self._arrived_s
+            self._services.metrics.queue_s.observe(self._wait_reason, self._queued_s)
+            if self._spans is not None:
+                self._spans.connects(self._wait_reason)
+        if attempt is not None and (gateway := self._way.to_engine(attempt)) is not None:
+            return gateway
+        self._connecting = self._pool.lease(self)
+        return await self._connected()
+
+    async def _connected(self) -> Upstream:
+        while (connection := self._connection) is None:
+            await self._news()
+        self._connecting = None
+        return connection
+
+    def send(self, connection: Upstream) -> None:
+        """Sends the request."""
+        self._connection = connection
+        self._is_sent = True
+        attempt, head, body = self._attempt, self._head, self._request.body
+        if attempt is not None and attempt.sent_s is None:
+            self._services.router.attempts.sent(attempt)
+            if self._on_trial:
+                self._services.trials.sent(self, attempt)
+        lines = self._pool.begin_of(head) + self._preparation.lines
+        if self._attempts > 1:
+            lines += retry_line(self._attempts - 1)
+        if self._queued_s:
+            lines += queued_lines(self._queued_s, self._services.admission_queue.window_s)
+        end = "\r\n"
+        if body or head.method not in ("GET", "HEAD"):
+            end = f"content-length: {len(body)}\r\n\r\n"
+        lines += f"x-request-id: {self._request_id}\r\n{self._trace_lines()}{end}".encode()
+        if attempt is not None and attempt.decoder is not None:
+            first = self._pool.request_line(head.method, head.target)
+            lines = self._prefill(attempt, first, lines)
+        connection.send(self, lines, body, head.method)
+
+    def _prefill(self, attempt: Attempt, first: bytes, lines: bytes) -> bytes:
+        """Sends the request to the prefill engine, too. Returns its lines for the decode engine:
+        both find each other by one of them."""
+        head, pool = self._head, self._services.pool(attempt.worker)
+        rest = hand_over_line(attempt.worker) + lines[len(first) :]
+        failed = partial(self._prefill_failed, attempt)
+        whole = pool.request_line(head.method, head.target) + rest
+        self._leg = PrefillLeg(pool, whole, self._request.body, failed)
+        return first + rest
+
+    def _trace_lines(self) -> str:
+        """Hands the trace on, at the span of this attempt if there is one."""
+        trace = self._head.identity.trace
+        if self._spans is not None:
+            trace = self._spans.sent(self._pool.url, self._attempts)
+        if trace is not None:
+            return trace.lines
+        # Without an export here, the engine's own tracing decides.
+        return lines_of_new(self._trace_id, is_sampled=self._services.span_export is None)
+
+    # The admission queue and the trials call these.
+
+    @property
+    def _is_run(self) -> bool:
+        """Whether a scheduler runs the request, so that it could end one."""
+        return self.routing.runs or self.routing.warms
+
+    @property
+    def fingerprint(self) -> str:
+        """As of a `Suspect`."""
+        if not self._fingerprint:
+            tenant, body = self._head.tenant, self._request.body
+            self._fingerprint = fingerprint_of(tenant, self.routing, body)
+        return self._fingerprint
+
+    def release(self, *, on_trial: bool) -> None:
+        """The request, which waited for its trial, may be placed."""
+        self._on_trial, self._is_released = on_trial, True
+        self._wake()
+
+    def refuse(self, error: BalancerError) -> None:
+        """No engine may get the request."""
+        self._break(error)
+
+    def placed(self, attempt: Attempt) -> None:
+        """An attempt has begun."""
+        self._attempt = self._last_attempt = attempt
+        self._is_sent = self._is_answered = False
+        attempt.serves(self)
+        self._wake()
+
+    def rejected(self, error: BalancerError) -> None:
+        """No worker takes the request."""
+        self._break(self._rejection(error))
+
+    def _rejection(self, error: BalancerError) -> BalancerError:
+        if not self._lost:
+            return error
+        return BalancerError(HTTPStatus.BAD_GATEWAY, "The engine failed before it answered.")
+
+    def _prefix_computed(self, attempt: Attempt) -> None:
+        """The prefix that the attempt follows is computed, or its attempt has ended."""
+        # If the worker hangs or stands still, this attempt is abandoned, too.
+        is_used = not attempt.worker.is_hung and not attempt.worker.is_stalled
+        if attempt is self._attempt and (is_used or not self._services.router.any_available()):
+            self._wake()
+
+    # What fails an attempt.
+
+    def connected(self, connection: Upstream) -> None:
+        self._connection = connection
+        self._wake()
+
+    def connect_failed(self, reason: str) -> None:
+        """The worker accepts no connections."""
+        self._connecting = None
+        if self._attempt is not None:
+            if self._is_sent:  # on a connection that broke before
+                self._note_loss(self._attempt.answerer)
+            self._services.workers.mark(self._attempt.answerer, ready=False, cause=reason)
+        self._break(AttemptFailed(reason))
+
+    def upstream_lost(self, reason: str) -> None:
+        """The connection broke before the response was complete."""
+        connection, self._connection = self._connection, None
+        is_unused = connection is not None and connection.reused and not connection.heard
+        if is_unused and self._stage is not RELAYING:
+            self._break(_StaleConnection())
             return
-        self._prepared(prepare(self._services, self._request, asked, reading, self._turns))
+        self._note_loss()
+        self._break(AttemptFailed(reason))
+
+    def abandon(self, reason: str) -> None:
+        """The worker will not answer, whether the request was sent to it, connects or waits for a
+        prefix."""
+        if self._is_answered or self._failure is not None:  # it is being stored, or sent again
+            return
+        self._disconnect()
+        if self._is_sent:
+            self._note_loss()
+        self._break(AttemptFailed(reason))
+
+    def _prefill_failed(self, attempt: Attempt, reason: str, *, answered: bool) -> None:
+        """The prefill engine failed: the decode engine would wait for its KV."""
+        may_fail = self._stage in (BEFORE_FIRST_BYTE, WAITING) and not self._is_answered
+        if attempt is self._attempt and may_fail:
+            attempt.worker.breaker.failed(time.monotonic(), answered=answered)
+            if not answered:
+                self._note_loss(attempt.worker)
+            self._disconnect()
+            self._break(AttemptFailed(f"prefill: {reason}", by_worker=False))
+
+    def _note_loss(self, worker: Worker | None = None) -> None:
+        """The request was sent to a worker that failed: this one, or that of its attempt."""
+        self._lost += 1
+        self._on_trial = False
+        attempt = self._attempt
+        if attempt is not None and attempt.sent_s is not None and self._is_run:
+            self._services.trials.lost(self, worker or attempt.answerer, attempt.sent_s)
+
+    def _retry(self, failure: AttemptFailed) -> None:
+        """Ends an attempt that failed. Raises an error if the request is not placed again."""
+        if self._stage is RELAYING:
+            self._cut(failure.reason)
+            raise _Over
+        self._warn("attempt failed", failure.reason)
+        if self._spans is not None:
+            self._spans.upstream_ended(failure.reason)
+        self._release(by_worker=failure.by_worker, answered=failure.answered)
+        self._response = NO_RESPONSE
+        if self._way.is_final:
+            self._lost = max(self._lost, 1)
+            raise self._rejection(no_engine())
+        if self._head.route is None:
+            raise internal_error()
+        if self._lost >= MAX_LOST or (self._lost and self._services.trials.refuses(self)):
+            message = f"Engines failed {self._lost} times before they answered this request."
+            raise BalancerError(HTTPStatus.BAD_GATEWAY, message)
+        untried = self._services.router.any_available(self.tried, self.routing.only)
+        if not untried and self._attempts >= MAX_ATTEMPTS + self._lost:
+            raise self._rejection(no_engine())
+
+    def _release(self, *, by_worker: bool, answered: bool = False) -> None:
+        """Ends an attempt that failed, or leaves the admission queue."""
+        self._end_leg()
+        attempt, self._attempt = self._attempt, None
+        if attempt is None:
+            self._services.admission_queue.remove(self)
+            self._services.trials.remove(self)
+        else:
+            self._services.router.attempts.fail(attempt, by_worker=by_worker, answered=answered)
+
+    def _end_leg(self) -> None:
+        leg, self._leg = self._leg, None
+        if leg is not None:
+            leg.abort()
+
+    def _disconnect(self) -> None:
+        self._end_leg()
+        connection, self._connection = self._connection, None
+        connecting, self._connecting = self._connecting, None
+        if connection is not None:
+            connection.abort()
+        if connecting is not None:
+            connecting.cancel()
+
+    # Relay the response: its parts where they arrive.
+
+    def response_head(self, head: ResponseHead) -> None:
+        """Takes the response's head."""
+        lines = head.lines + self._named_lines()
+        if head.streams and self._head.route is not None:
+            lines += stream_lines(head.lines)
+        self._response = Response(head, lines, sums_items=self._preparation.sums_items)
+
+    def response_data(self, data: bytes) -> None:
+        """Relays whole events of a stream; any other body is collected."""
+        if data := self._response.take(data):
+            self._relay_events(data)
+        elif not self._hold():
+            self._give_up("the answer is larger than the byte budget", _too_large())
+
+    def response_end(self, last: bytes) -> None:
+        """The whole response has arrived, with its last part."""
+        self._connection = None
+        self._is_answered = True
+        self._wake(last)
+
+    async def _relay(self) -> bytes:
+        """Waits for the end of the response. Returns what of it was not relayed."""
+        try:
+            last = await self._news()
+        except _StaleConnection:
+            self._connecting = self._pool.connect(self)
+            self.send(await self._connected())
+            last = await self._news()
+        response = self._response
+        head, body = response.head, response.end(last)
+        is_held = not head.streams and (
+            self._preparation.recorder is not None or len(body) > _UNHELD_BYTES
+        )
+        if is_held and not self._request.hold.set(len(self._request.body) + len(body)):
+            raise _too_large()
+        if head.status == _UNAUTHORIZED and self._is_refused(head):
+            raise AttemptFailed("it refuses the engine-secret", by_worker=False)
+        if (
+            head.status == _UNAVAILABLE
+            and not self._streams(body)
+            and 0 < self._attempts < MAX_ATTEMPTS
+            and self._services.router.any_available(besides=self.tried)
+            and self._has_budget()
+        ):
+            raise AttemptFailed("status 503", answered=True)
+        return body
+
+    def _streams(self, rest: bytes) -> bool:
+        """Whether the answer is a stream. One of no events is answered as a whole."""
+        return self._response.head.streams and (bool(rest) or self._stage is not BEFORE_FIRST_BYTE)
+
+    def _is_refused(self, head: ResponseHead) -> bool:
+        """Whether the worker refuses the balancer, and not the client; then the request is sent to
+        another. It is no failure: a probe finds when the worker can be used again."""
+        attempt = self._attempt
+        if attempt is None or REFUSED_LINE not in head.lines:
+            return False
+        self._services.workers.note_secret(attempt.answerer, refused=True)
+        return True
+
+    def _has_budget(self) -> bool:
+        if self._way.is_final:  # an engine's own 503 is passed on
+            return False
+        has_budget = self._services.retries.spend()
+        if not has_budget:
+            self._services.metrics.retries_rejected.inc()
+        return has_budget
+
+    async def _finish(self, body: bytes) -> None:
+        """Stores the answer if it is a turn of a conversation, and sends its end."""
+        recorder, head = self._preparation.recorder, self._response.head
+        if self._streams(body):
+            if body:
+                self._relay_events(body)
+            end = b""
+            if recorder is not None and recorder.holds_end:
+                end = await self._done(recorder.record_end())
+            self._end_stream(end)
+            return
+        if self._preparation.turn is not None and body and head.status == OK and not head.streams:
+            body = self._with_cache_diagnosis(body, streams=False)
+        if recorder is not None and head.status == OK:
+            body = await self._done(recorder.record(body))
+        self._answer(body)
+
+    def _relay_events(self, data: bytes) -> None:
+        if self._preparation.turn is not None:
+            data = self._with_cache_diagnosis(data, streams=True)
+        if self._preparation.recorder is not None:
+            data = self._preparation.recorder.record_events(data)
+            self._hold()
+        if data:
+            self._send_events(data)
+
+    def _send_events(self, data: bytes) -> None:
+        self._response.sent(data)
+        if self._preparation.hides_usage and not (data := without_usage(data)):
+            return
+        if self._sent is not None:
+            self._note_sent(self._sent, data)
+        if self._stage is RELAYING:
+            self._client.write(data)
+        else:
+            self._start_stream(data)
+        if self._client.paused and self._connection is not None:
+            self._connection.pause()
+
+    def _start_stream(self, data: bytes) -> None:
+        head = self._response.head
+        if self._stage is WAITING:
+            self._client.write(data)
+        else:
+            self._client.start_stream(head.status, head.reason, self._response.lines, data)
+        self._first_byte()
+        # It is not sent again, and a response may take long.
+        self._request.body = b""
+        self._hold()
+        if self._attempt is not None:
+            self._services.router.attempts.prefill_done(self._attempt)
+
+    def _first_byte(self) -> None:
+        self._stage = RELAYING
+        if self._preparation.beat:
+            self._services.heartbeats.end(self)
+        self._ttft_s = time.perf_counter() - self._arrived_s
+        if self._spans is not None:
+            self._spans.first_byte()
+        metrics, routing = self._services.metrics, self.routing
+        if self._head.route is not None:
+            metrics.ttft_s.observe(self._head.route.label, self._ttft_s)
+        if routing.runs:
+            metrics.priority_ttft_s.observe(band(routing.priority), self._ttft_s)
+
+    def _end_stream(self, last: bytes) -> None:
+        if last:
+            self._send_events(last)
+        if self._stage is WAITING:
+            self._first_byte()
+        self._complete()
+        self._client.end_stream()
+
+    def _answer(self, body: bytes) -> None:
+        head = self._response.head
+        self._response.sent(body)
+        self._request.body = b""  # it is not sent again
+        is_late = self._stage is WAITING
+        self._first_byte()
+        if self._is_left and self._sent is not None and head.status == OK:
+            self._note_sent(self._sent, body)
+        self._complete()
+        if is_late:
+            self._end_in_error(body)
+            return
+        self._client.answer(head.status, head.reason, self._response.lines, body)
+
+    def _with_cache_diagnosis(self, data: bytes, *, streams: bool) -> bytes:
+        """A whole answer, or events of one, with why the cache missed if the request asks that."""
+        turn, attempt = self._preparation.turn, self._attempt
+        if turn is None or turn.question is None or attempt is None:
+            return data
+        event = find_event(turn.path, turn.question, data) if streams else None
+        if streams and event is None:
+            return data
+        stated = data if event is None else event[2]
+        try:
+            usage = read_usage(stated, stated)
+            found = self._services.cache_turns.find(turn, attempt, usage, stated)
+            stated = with_diagnosis(turn.path, stated, found, streams=streams)
+        except Exception:
+            log.exception("a cache miss could not be explained")
+            self._services.metrics.cache_diagnoses.counts[("error",)] += 1
+        return stated if event is None else data[: event.start(2)] + stated + data[event.end(2) :]
+
+    def _named_lines(self) -> bytes:
+        """The header lines of an answer that name its request, and what was stored of it."""
+        head = self._head
+        is_stated = bool(head.identity.request_id)
+        return id_line(head.errors, self._request_id, is_stated=is_stated) + self._answer_lines
+
+    def _hold(self) -> bool:
+        """Counts what the request and its answer hold. False if no answer may be so large."""
+        recorder = self._preparation.recorder
+        recorded_bytes = 0 if recorder is None else recorder.held_bytes
+        held_bytes = len(self._request.body) + self._response.held_bytes + recorded_bytes
+        if self._sent is not None:
+            self._counted_bytes = len(self._sent)
+            held_bytes += self._counted_bytes
+        return self._request.hold.set(held_bytes)
+
+    def resume(self) -> None:
+        """The client reads again."""
+        if self._copy is not None:
+            self._copy.resume()
+        elif self._connection is not None:
+            self._connection.resume()
+
+    def beat(self) -> None:
+        """Shows the client that its answer is awaited."""
+        if self._client.paused:
+            return
+        self._services.metrics.heartbeats.inc()
+        if self._client.keep_awake():
+            return
+        if self._stage is WAITING:
+            self._client.write(self._preparation.beat)
+        elif self._stage is BEFORE_FIRST_BYTE:
+            self._stage = WAITING
+            self._client.start_stream(
+                OK, b"OK", _WAITING_LINES + self._named_lines(), self._preparation.beat
+            )
+
+    # What a gateway reports, which sends the request to an engine by itself.
+
+    def answered_by(self, url: str) -> None:
+        """The engine with this URL answers. If it is another one, the first one failed."""
+        attempt = self._attempt
+        if attempt is None or url == attempt.answerer.url:
+            return
+        rank, workers = attempt.answerer.rank, self._services.workers.all
+        worker = next((w for w in workers if (w.url, w.rank) == (url, rank)), None)
+        if worker is None:
+            return
+        metrics = self._services.metrics
+        metrics.retries.inc()
+        metrics.placements.counts[("moved",)] += 1
+        attempt = self._services.router.take_over(attempt, worker)
+        attempt.serves(self)
+        self._attempt = self._last_attempt = attempt
+        self._attempts += 1
+        self.tried.add(worker)
+
+    def passes(self, head: ResponseHead) -> bytes | None:
+        """An answer with this head goes to the client without its body being shown here. Returns
+        the header lines for the client; None if the client gets another answer."""
+        self.response_head(head)
+        if head.status == _UNAUTHORIZED and self._is_refused(head):
+            self._break(AttemptFailed("it refuses the engine-secret", by_worker=False))
+            return None
+        self._first_byte()
+        self._request.body = b""
+        if head.streams and self._attempt is not None:
+            self._services.router.attempts.prefill_done(self._attempt)
+        return self._response.lines
+
+    def passed(self) -> None:
+        """The answer has ended. It counts as complete, as nothing says whether it was."""
+        if self._stage is not ENDED:
+            self._complete()
+            self._wake()
+
+    # How it ends: with its answer, with an error, or without its client.
+
+    def _complete(self) -> None:
+        """The whole response came."""
+        self._stage = ENDED
+        status, usage = self._response.head.status, None
+        if status != OK:  # else its prefill has ended, or ends now
+            self._end_leg()
+        attempt, self._attempt = self._attempt, None
+        if attempt is not None:
+            if self._is_run:
+                self._services.trials.answered(self)
+            usage = self._response.usage()
+            if status < _SERVER_ERROR:
+                output_tokens = 0 if usage is None else usage.output_tokens or 0
+                self._services.router.attempts.succeed(attempt, output_tokens)
+            else:
+                self._services.router.attempts.fail(attempt, by_worker=True, answered=True)
+            if (turn := self._preparation.turn) is not None and status == OK:
+                diagnosis = self._services.cache_turns.end(
+                    turn, self._preparation.diagnosis, attempt, usage, self._response.first_data
+                )
+                self._preparation = structs.replace(self._preparation, diagnosis=diagnosis)
+            ended = self._keep(Outcome.COMPLETE, status, usage=usage)
+            if ended is not None:
+                streams = self._response.head.streams
+                self._services.request_log.count(ended, attempt, streams=streams)
+        if self._preparation.charge is not None:
+            self._settle(None if usage is None else usage.computed_tokens)
+        self._count()
+        if self._is_left and not (self._response.head.streams or self._sent):
+            self._forget_copy()
+
+    def _fail(self, error: Exception) -> None:
+        """The request cannot be answered by a worker."""
+        if not isinstance(error, BalancerError):
+            about = {"request_id": self._request_id}
+            log.error("a request failed in the balancer", exc_info=error, extra=about)
+            error = internal_error()
+        if self._stage is RELAYING:
+            self._cut("the balancer failed")
+        elif self._stage is not ENDED:
+            self._answer_error(error)
+
+    def _answer_error(self, error: BalancerError) -> None:
+        is_late = self._stage is WAITING
+        self._end_early(by_worker=False, cost=0)
+        is_stated = bool(self._head.identity.request_id)
+        answer = self._services.error_response(
+            error, self._head.path, self._request_id, is_stated=is_stated
+        )
+        outcome = Outcome.FAILED if self._attempts else Outcome.REJECTED
+        is_ours = error.status == HTTPStatus.TOO_MANY_REQUESTS or error.status >= _SERVER_ERROR
+        # Other messages may quote the client's request.
+        self._keep(outcome, answer[0], error.message if is_ours else None)
+        if is_late:
+            self._end_in_error(answer[3])
+        else:
+            self._client.answer(*answer)
+
+    def _end_in_error(self, body: bytes) -> None:
+        """Ends a stream that has begun by the body of an error."""
+        shape, sent = self._head.errors, self._response.events_sent
+        try:
+            event = shape.late(orjson.loads(body), sent)
+        except (orjson.JSONDecodeError, LookupError, TypeError, AttributeError):
+            event = shape.event("The engine did not answer with a stream.", sent, self._request_id)
+        self._client.write(event)
+        self._client.end_stream()
+
+    def _cut(self, reason: str, message: str = _ENGINE_STOPPED, *, by_worker: bool = True) -> None:
+        """Ends a stream that cannot go on in its protocol's error event."""
+        self._services.metrics.cut_streams.inc()
+        self._warn("stream cut", reason)
+        shape = self._head.errors
+        self._client.write(shape.event(message, self._response.events_sent, self._request_id))
+        self._keep(Outcome.CUT, self._response.head.status, reason)
+        self._end_early(by_worker=by_worker)
+        self._count()
+        self._client.end_stream()
+
+    def end(self) -> None:
+        """The balancer ends, and the client learns that."""
+        if self._copy is not None:
+            self._copy.end()
+        else:
+            self._give_up("the balancer ends", shutting_down())
+
+    def _give_up(self, reason: str, error: BalancerError) -> None:
+        """Ends the request in an error, wherever its coroutine is."""
+        self._disconnect()
+        if self._stage is RELAYING:
+            self._cut(reason, error.message, by_worker=False)
+        else:
+            self._answer_error(error)
+        self._wake()
+
+    def client_gone(self) -> None:
+        """The client disconnected. It may send the request again."""
+        if self._copy is not None:
+            self._copy.client_gone()
+            return
+        self._services.metrics.client_disconnects.inc()
+        if self._copy_key and self.can_be_taken and self._services.resends.resend_s:
+            self._leave()
+        else:
+            self.stop()
+
+    def stop(self) -> None:
+        """Ends the request, as nobody waits for its answer."""
+        if self._stage is ENDED:
+            self._request.hold.release()
+            return
+        self._disconnect()
+        attempt = self._attempt
+        if attempt is not None and attempt.sent_s is not None and self._is_run:
+            self._services.trials.left(self, attempt.answerer, attempt.sent_s)
+        status = self._response.head.status or (OK if self._stage is WAITING else None)
+        if self._stage is BEFORE_FIRST_BYTE:
+            status = None
+        self._keep(Outcome.DISCONNECTED, status)
+        self._end_early(by_worker=False)
+        self._wake()
+
+    def _end_early(self, *, by_worker: bool, cost: int | None = None) -> None:
+        """The worker or the client ended the response before it was complete."""
+        self._settle(cost)
+        self._stage = ENDED
+        if self._preparation.beat:
+            self._services.heartbeats.end(self)
+        self._release(by_worker=by_worker)
+        if self._is_left:
+            self._forget_copy()
+
+    # A client that leaves, and sends its request again.
 
     def _finds_copy(self) -> bool:
         """Whether the client sent this request before, and its copy answers now. Otherwise this one
         may be the copy of a later one."""
         body, resends = self._request.body, self._services.resends
-        is_asked = resends.resend_s and self._may_be_resent and self._turns is None
-        if not is_asked or len(body) > LARGE_BODY_BYTES:
+        may_be_resent = resends.resend_s and self._way.may_be_resent and self._turns is None
+        if not may_be_resent or len(body) > LARGE_BODY_BYTES:
             return False
         self._copy_key = copy_key(self._head, body)
         copy = resends.take(self._copy_key)
@@ -110,6 +1157,30 @@ class Exchange(Ending):
         self._stage, self._copy = ENDED, copy
         copy.taken_over(self)
         return True
+
+    def _leave(self) -> None:
+        """Goes on without a client."""
+        services = self._services
+        self._is_left, self._client = True, NO_CLIENT
+        if self._stage is WAITING:  # the next client does not know yet
+            self._stage = BEFORE_FIRST_BYTE
+        services.heartbeats.end(self)
+        self._settle(None)  # for what was computed until now
+        self._request.hold = services.account.hold(self._head.tenant)
+        self._hold()
+        self.resume()
+        services.resends.leave(self._copy_key, self)
+
+    @property
+    def can_be_taken(self) -> bool:
+        """Whether another client could get the whole answer, and at once if it is there.
+
+        An engine that stands still gets no new requests, so a copy goes to another one.
+        """
+        if self._stage in (BEFORE_FIRST_BYTE, WAITING):
+            worker = None if self._attempt is None else self._attempt.answerer
+            return worker is None or not (worker.is_stalled or worker.is_hung)
+        return self._sent is not None
 
     def taken_over(self, later: "Exchange") -> None:
         """The client of a later copy gets the answer, from its beginning."""
@@ -141,203 +1212,9 @@ class Exchange(Ending):
         elif self._client.paused and self._connection is not None:
             self._connection.pause()
 
-    def client_gone(self) -> None:
-        if self._copy is not None:
-            self._copy.client_gone()
-        else:
-            super().client_gone()
-
-    def end(self) -> None:
-        if self._copy is not None:
-            self._copy.end()
-        else:
-            super().end()
-
-    def _prepared(self, preparation: Preparation) -> None:
-        self._preparation = preparation
-        self.routing = preparation.routing
-        self._lines = preparation.lines
-        if preparation.beat:
-            self._services.heartbeats.begin(self)
-        limits, tenant = self._services.rate_limits, self._head.tenant
-        if not limits.charges(tenant):
-            self._admitted()
-            return
-        # What it claims of an engine is charged until its cost is known.
-        claimed_tokens = self.routing.prompt_tokens + self.routing.output_tokens
-        lease = limits.lease(tenant, claimed_tokens)
-        if lease is None:
-            self._charge(claimed_tokens)
-        else:
-            self._wait_for(self._charge_after(lease, claimed_tokens))
-
-    async def _charge_after(self, lease: Coroutine[Any, Any, None], claimed_tokens: int) -> None:
-        await lease
-        if self._stage is not ENDED:
-            self._charge(claimed_tokens)
-
-    def _charge(self, claimed_tokens: int) -> None:
-        charge = self._services.rate_limits.admit(self._head.tenant, claimed_tokens)
-        self._preparation = structs.replace(self._preparation, charge=charge)
-        self._admitted()
-
-    def _admitted(self) -> None:
-        """Its tenant may send it: places the request."""
-        self._services.retries.add_request()
-        if self._preparation.context_path:
-            self._wait_for(self._make_context())
-        else:
-            self._place()
-
-    async def _make_context(self) -> None:
-        """Makes a context of the request, which its answer names, and places the request."""
-        path, names_stored = self._preparation.context_path, bool(self._preparation.saved_bytes)
-        self._answer_lines = await make_context(
-            self._services, self._request, path, names_stored=names_stored
-        )
-        if self._stage is not ENDED:
-            self._place()
-
-    def _wait_for(self, work: Coroutine[Any, Any, None]) -> None:
-        """Goes on when it has ended. An event loop keeps no reference to a task."""
-
-        async def run() -> None:
-            try:
-                await work
-            except Exception as error:
-                self._failed(error)
-
-        self._waiting = asyncio.create_task(run())
-
-    def _failed(self, error: Exception) -> None:
-        if not isinstance(error, BalancerError):
-            about = {"request_id": self._request_id}
-            log.error("a request failed in the balancer", exc_info=error, extra=about)
-            error = internal_error()
-        if self._stage is RELAYING:
-            self._cut("the balancer failed")
-        elif self._stage is not ENDED:
-            self._answer_error(error)
-
-    # Relay the response.
-
-    def response_head(self, head: ResponseHead) -> None:
-        """Takes the response's head."""
-        lines = head.lines + self._named_lines()
-        if head.streams and self._head.route is not None:
-            lines += stream_lines(head.lines)
-        self._response = Response(head, lines, sums_items=self._preparation.sums_items)
-
-    def response_data(self, data: bytes) -> None:
-        """Relays whole events of a stream; any other body is collected."""
-        if data := self._response.take(data):
-            self._relay(data)
-        elif not self._hold():
-            self._reject_answer()
-
-    def response_end(self, last: bytes) -> None:
-        """Ends the stream, sends the collected body, or retries an engine's own 503."""
-        self._connection = None
-        response = self._response
-        head, body = response.head, response.end(last)
-        recorder = self._preparation.recorder
-        is_held = not head.streams and (recorder is not None or len(body) > _UNHELD_BYTES)
-        if is_held and not self._request.hold.set(len(self._request.body) + len(body)):
-            self._reject_answer()
-            return
-        if self._preparation.turn is not None and body and head.status == OK and not head.streams:
-            body = self._with_cache_diagnosis(body, streams=False)
-        if head.status == _UNAUTHORIZED and self._is_refused(head):
-            return
-        if head.streams and (body or self._stage is not BEFORE_FIRST_BYTE):
-            if body:
-                self._relay(body)
-            if recorder is None or not recorder.holds_end:
-                self._end_stream(b"")
-            else:
-                self._wait_for(self._finish(recorder.record_end(), self._end_stream))
-        elif (
-            head.status == _UNAVAILABLE
-            and 0 < self._attempts < MAX_ATTEMPTS
-            and self._services.router.any_available(besides=self.tried)
-            and self._has_budget()
-        ):
-            self._retry("status 503", answered=True)
-        elif recorder is None or head.status != OK:
-            self._answer(body)
-        else:
-            self._wait_for(self._finish(recorder.record(body), self._answer))
-
-    def _reject_answer(self) -> None:
-        error = BalancerError(HTTPStatus.BAD_GATEWAY, "The answer is larger than it may be.")
-        self._give_up("the answer is larger than the byte budget", error)
-
-    async def _finish(self, recorded: Awaitable[bytes], send: Callable[[bytes], None]) -> None:
-        """Sends the end of a response after it was stored."""
-        data = await recorded
-        if self._stage is not ENDED:
-            send(data)
-
-    def _end_stream(self, last: bytes) -> None:
-        if last:
-            self._send(last)
-        if self._stage is WAITING:
-            self._first_byte()
-        self._complete()
-        self._client.end_stream()
-
-    def _answer(self, body: bytes) -> None:
-        head = self._response.head
-        self._response.sent(body)
-        self._request.body = b""  # it is not sent again
-        is_late = self._stage is WAITING
-        self._first_byte()
-        if self._is_left and self._sent is not None and head.status == OK:
-            self._note_sent(self._sent, body)
-        self._complete()
-        if is_late:
-            self._end_in_error(body)
-            return
-        self._client.answer(head.status, head.reason, self._response.lines, body)
-
-    def _hold(self) -> bool:
-        """Counts what the request and its answer hold. False if no answer may be so large."""
-        recorder = self._preparation.recorder
-        recorded_bytes = 0 if recorder is None else recorder.held_bytes
-        held_bytes = len(self._request.body) + self._response.held_bytes + recorded_bytes
-        if self._sent is not None:
-            self._counted_bytes = len(self._sent)
-            held_bytes += self._counted_bytes
-        return self._request.hold.set(held_bytes)
-
-    def resume(self) -> None:
-        """The client reads again."""
-        if self._copy is not None:
-            self._copy.resume()
-        elif self._connection is not None:
-            self._connection.resume()
-
-    def _relay(self, data: bytes) -> None:
-        if self._preparation.turn is not None:
-            data = self._with_cache_diagnosis(data, streams=True)
-        if self._preparation.recorder is not None:
-            data = self._preparation.recorder.record_events(data)
-            self._hold()
-        if data:
-            self._send(data)
-
-    def _send(self, data: bytes) -> None:
-        self._response.sent(data)
-        if self._preparation.hides_usage and not (data := without_usage(data)):
-            return
-        if self._sent is not None:
-            self._note_sent(self._sent, data)
-        if self._stage is RELAYING:
-            self._client.write(data)
-        else:
-            self._start_stream(data)
-        if self._client.paused and self._connection is not None:
-            self._connection.pause()
+    def _forget_copy(self) -> None:
+        self._services.resends.forget(self._copy_key, self)
+        self._request.hold.release()
 
     def _note_sent(self, sent: bytearray, data: bytes) -> None:
         """Keeps what was sent for a later copy of the request, within bounds."""
@@ -350,32 +1227,71 @@ class Exchange(Ending):
         if len(sent) > self._counted_bytes + _UNHELD_BYTES:
             self._hold()
 
-    def _start_stream(self, data: bytes) -> None:
-        head = self._response.head
-        if self._stage is WAITING:
-            self._client.write(data)
-        else:
-            self._client.start_stream(head.status, head.reason, self._response.lines, data)
-        self._first_byte()
-        # It is not sent again, and a response may take long.
-        self._request.body = b""
-        self._hold()
-        if self._attempt is not None:
-            self._services.router.attempts.prefill_done(self._attempt)
+    # Account for it.
 
-    def _first_byte(self) -> None:
-        self._stage = RELAYING
-        if self._preparation.beat:
-            self._services.heartbeats.end(self)
-        self._ttft_s = time.perf_counter() - self._arrived_s
-        if self._spans is not None:
-            self._spans.first_byte()
-        metrics, routing = self._services.metrics, self.routing
+    def _keep(
+        self,
+        outcome: Outcome,
+        status: int | None,
+        error: str | None = None,
+        usage: Usage | None = None,
+    ) -> EndedRequest | None:
+        """Keeps what became of the request, unless it was for the control plane or rejected with
+        its head: strangers could fill the log with those."""
+        if self._head.route is None:
+            return None
+        ended = ended_request(
+            self._request_id,
+            self._trace_id,
+            time.time(),
+            self._head.route.label,
+            status,
+            outcome,
+            error,
+            self.routing,
+            self._last_attempt,
+            usage,
+            self._queued_s,
+            self._ttft_s,
+            time.perf_counter() - self._arrived_s,
+            self._attempts,
+            self._preparation.diagnosis,
+            self._preparation.facts,
+            self._preparation.saved_bytes,
+            self._preparation.moved,
+        )
+        self._services.request_log.keep(ended)
+        if self._spans is not None and self._services.span_export is not None:
+            self._services.span_export.add(self._spans, ended)
+        return ended
+
+    def _settle(self, cost: int | None) -> None:
+        """Settles the charge by the computed tokens, None if they are unknown."""
+        charge = self._preparation.charge
+        if charge is None:
+            return
+        if not self._attempts or self._response.head.status >= _BAD_REQUEST:
+            cost = 0
+        elif cost is None:  # an event of a stream has a token or more
+            cost = self.routing.prompt_tokens + self._response.events_sent
+            usage = self._response.usage()
+            if usage is not None and usage.computed_tokens is not None:
+                cost = max(cost, usage.computed_tokens)
+        paid, self._paid_tokens = self._paid_tokens, cost
+        if paid is not None:  # the rest, or what was too much
+            charge, cost = charge._replace(tokens=max(paid - cost, 0)), max(cost - paid, 0)
+        self._services.rate_limits.settle(charge, cost)
+
+    def _count(self) -> None:
         if self._head.route is not None:
-            metrics.ttft_s.observe(self._head.route.label, self._ttft_s)
-        if routing.runs:
-            metrics.priority_ttft_s.observe(band(routing.priority), self._ttft_s)
+            status = self._response.head.status
+            self._services.metrics.requests.counts[self._head.route.label, status] += 1
 
-    def abandon(self, reason: str) -> None:
-        if self._waiting is None or self._waiting.done():  # else the response is being stored
-            super().abandon(reason)
+    def _warn(self, message: str, cause: str) -> None:
+        """Logs what happened to the request, or counts it."""
+        about = {"request_id": self._request_id, "url": self._pool.url}
+        self._services.sampled_log.add(logging.WARNING, message, cause, **about)
+
+
+def _too_large() -> BalancerError:
+    return BalancerError(HTTPStatus.BAD_GATEWAY, "The answer is larger than it may be.")

@@ -23,7 +23,7 @@ from typing import Any
 from msgspec import structs
 
 from sgl_ext.balancer.conversations.expansion import Found, Named
-from sgl_ext.balancer.relay.reading import Asked, BodyReader, Reading
+from sgl_ext.balancer.relay.reading import BodyReader, Reading, ReadPlan
 from sgl_ext.limits.bounds import READING_S
 from sgl_ext.limits.byte_account import ByteAccount
 from sgl_ext.protocols.errors import BalancerError, no_memory
@@ -57,11 +57,11 @@ class LargeBodies:
         self._pool: ProcessPoolExecutor | None = None
 
     async def read(
-        self, tenant: str, asked: Asked, body: bytes | bytearray, found: Found | None
+        self, tenant: str, plan: ReadPlan, body: bytes | bytearray, found: Found | None
     ) -> Reading | Named:
         """As `BodyReader.read`, and as `call`."""
         more_bytes = 0 if found is None else found.size_bytes
-        reading, changed = await self.call(tenant, body, _read, asked, found, more_bytes=more_bytes)
+        reading, changed = await self.call(tenant, body, _read, plan, found, more_bytes=more_bytes)
         return reading if isinstance(reading, Named) else structs.replace(reading, body=changed)
 
     async def call(
@@ -147,8 +147,8 @@ def _call(
     return result, content is not None
 
 
-def _read(body: bytes, asked: Asked, found: Found | None) -> tuple[Reading | Named, bytes | None]:
-    reading = _reader.read(asked, body, found)
+def _read(body: bytes, plan: ReadPlan, found: Found | None) -> tuple[Reading | Named, bytes | None]:
+    reading = _reader.read(plan, body, found)
     if isinstance(reading, Named):
         return reading, None
     stripped = reading.stripped._replace(body=_short_values(reading.stripped.body))

@@ -1,21 +1,29 @@
 """Prepares a request from its body's reading, before it is placed: its route and its charge."""
 
 from collections.abc import Mapping
+from functools import partial
 
 import msgspec
 
 from sgl_ext.balancer.access.rate_limits import Charge
-from sgl_ext.balancer.conversations.contexts import HEADER, is_wanted
+from sgl_ext.balancer.conversations.contexts import (
+    COVERS,
+    HEADER,
+    SKIPPED,
+    Registration,
+    is_wanted,
+    read_made,
+)
 from sgl_ext.balancer.conversations.response_turns import LaneTurns, ResponseRecorder
 from sgl_ext.balancer.conversations.threads import ThreadRecorder
 from sgl_ext.balancer.http.request_head import RequestHead
 from sgl_ext.balancer.http.request_reader import Request
-from sgl_ext.balancer.relay.reading import Asked, Reading, asked_by
+from sgl_ext.balancer.relay.reading import Reading, ReadPlan
 from sgl_ext.balancer.relay.services import Services
 from sgl_ext.balancer.reporting.cache_turns import CacheTurn
 from sgl_ext.balancer.reporting.diagnosis import PromptDiagnosis
 from sgl_ext.balancer.routing.attempts import NO_ROUTING, RoutingRequest
-from sgl_ext.protocols.errors import no_memory
+from sgl_ext.protocols.errors import BalancerError, no_memory
 from sgl_ext.protocols.registry import GENERATE
 from sgl_ext.reading.client import NO_FACTS, ClientFacts, shown_name, stated_session, with_body
 from sgl_ext.wire.headers import NO_DEFAULTS, TENANT_HEADER, defaults_line
@@ -57,30 +65,39 @@ _CONTEXT = HEADER.encode()
 NOT_PREPARED = Preparation(NO_ROUTING, None, None, None)
 
 
-def ask(services: Services, head: RequestHead, *, remembers: bool = False) -> Asked | None:
+def plan_of(services: Services, head: RequestHead, *, remembers: bool = False) -> ReadPlan | None:
     """What to read a request's body for; None if it does not decide where the request goes.
 
-    remembers: whether its connection remembers turns. It is found once for a head.
+    remembers: whether its connection remembers turns.
     """
-    if isinstance(asked := head.asked, Asked):
-        return asked._replace(remembers=True) if remembers else asked
     if head.route is None or not head.route.placed:
         return None
-    tenant = services.router.tenants.asking(head.hints)
-    rules = services.hint_rules
-    head.asked = asked_by(
-        head,
-        tenant,
-        is_charged=services.rate_limits.charges(head.tenant),
-        defaults=rules.asked(tenant.name, head.fields) if rules else None,
+    plan = head.derived(partial(_make_plan, services))
+    return plan._replace(remembers=True) if remembers else plan
+
+
+def _make_plan(services: Services, head: RequestHead) -> ReadPlan:
+    route = head.route
+    assert route is not None, "requests without a route are not read"
+    tenant, rules = services.router.tenants.of_headers(head.hints), services.hint_rules
+    return ReadPlan(
+        head.path,
+        head.target,
+        tuple(head.fields),
+        head.hints,
+        route.runs,
+        route.warms,
+        tenant.max_priority,
+        services.rate_limits.charges(head.tenant),
+        rules.of(tenant.name, head.fields) if rules else None,
+        tenant=tenant.name,
     )
-    return ask(services, head, remembers=remembers)
 
 
 def prepare(
     services: Services,
     request: Request,
-    asked: Asked,
+    plan: ReadPlan,
     reading: Reading,
     turns: LaneTurns | None = None,
 ) -> Preparation:
@@ -106,8 +123,8 @@ def prepare(
         for kind, count in stripped.moved.items():
             services.metrics.clients.volatile_lines.counts[(kind,)] += count
     session = ""
-    if asked.runs and (stated := stated_session(asked.hints, stripped.body)):
-        tenant, hashes = asked.hints.get(TENANT_HEADER, ""), services.router.hashes_sessions
+    if plan.runs and (stated := stated_session(plan.hints, stripped.body)):
+        tenant, hashes = plan.hints.get(TENANT_HEADER, ""), services.router.hashes_sessions
         session = shown_name(stated, tenant, hashes=hashes)
     facts = head.facts
     if stripped.fields or session:
@@ -116,28 +133,28 @@ def prepare(
         services.metrics.clients.hints_ignored.counts[(name,)] += 1
     routing, diagnosis, prompt, earlier = NO_ROUTING, None, None, None
     if reading.question is not None:
-        earlier = services.cache_turns.prompt_before(asked.tenant, reading.question)
+        earlier = services.cache_turns.prompt_before(plan.tenant, reading.question)
     if reading.prompt is not None:
-        routing = services.router.routing_of(reading.prompt, asked.hints, warms=asked.warms)
-        if asked.runs and services.request_log.detector is not None:
+        routing = services.router.routing_of(reading.prompt, plan.hints, warms=plan.warms)
+        if plan.runs and services.request_log.detector is not None:
             diagnosis, prompt = services.request_log.detector.diagnose(
                 reading.path,
                 facts,
-                asked.hints,
+                plan.hints,
                 stripped,
                 routing,
                 request.body,
                 reading.context,
             )
     # Another process that read a large body returns a copy.
-    has_defaults = asked.defaults is not None and reading.defaults != NO_DEFAULTS
+    has_defaults = plan.defaults is not None and reading.defaults != NO_DEFAULTS
     recorder = None
-    if reading.turn is not None and asked.runs:
-        recorder = services.conversations.recorder(reading.turn, asked.tenant, turns)
+    if reading.turn is not None and plan.runs:
+        recorder = services.conversations.recorder(reading.turn, plan.tenant, turns)
     turn = None
     if prompt is not None or reading.settings is not None:
         turn = CacheTurn(
-            reading.path, asked.tenant, reading.question, reading.settings, prompt, earlier
+            reading.path, plan.tenant, reading.question, reading.settings, prompt, earlier
         )
     return Preparation(
         routing,
@@ -147,10 +164,50 @@ def prepare(
         facts,
         stripped.moved,
         hides_usage=reading.hides_usage,
-        sums_items=asked.is_charged and reading.path in GENERATE.paths,
+        sums_items=plan.is_charged and reading.path in GENERATE.paths,
         lines=defaults_line(reading.defaults) if has_defaults else b"",
         saved_bytes=reading.saved_bytes,
         context_path=reading.path if wants_context else "",
         turn=turn,
         beat=reading.beat,
     )
+
+
+# Of the same size, copying and hashing messages takes several times as long as reading them.
+_LARGE_BYTES = 256 << 10
+_STORED = ("made", "renewed")
+
+
+async def make_context(
+    services: Services, request: Request, path: str, *, names_stored: bool
+) -> bytes:
+    """The header lines of the answer to a request of the protocol of this path. Never raises.
+
+    names_stored: whether the request is more than its client sent.
+    """
+    result, lines = "failed", b""
+    with services.context_guard:
+        try:
+            result = "names_stored"
+            if not names_stored:
+                result, lines = await _make(services, request, path)
+        except BalancerError:  # no room, or the store fails: both are counted there
+            result = "unavailable"
+    services.metrics.contexts_made.counts[(result,)] += 1
+    return lines if result in _STORED else f"{SKIPPED}: {result}\r\n".encode()
+
+
+async def _make(services: Services, request: Request, path: str) -> tuple[str, bytes]:
+    body, strip = request.body, services.strip
+    if len(body) > _LARGE_BYTES:
+        tenant = request.head.tenant
+        made, items = await services.large_bodies.call(tenant, body, read_made, path, strip)
+    else:
+        made, items = read_made(body, path, strip)
+    if items is None:
+        return made, b""
+    about, covers = made
+    tenant = services.router.tenants.of_headers(request.head.hints).name
+    result = await services.conversations.keep_context(tenant, Registration(about, items))
+    covered = ", ".join(f"{name}={count}" for name, count in covers.items())
+    return result, f"{HEADER}: {about['context_id']}\r\n{COVERS}: {covered}\r\n".encode()

@@ -1,13 +1,13 @@
 """Reads a body: what it names, its prompt, and the body for the engine. No state, no waiting.
 
-    asked, body -> what it names of the store, if anything
-    asked, body, what was found -> its reading
+    plan, body -> what it names of the store, if anything
+    plan, body, what was found -> its reading
 
 The event loop reads small bodies itself, and has large ones read in another process.
 """
 
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from http import HTTPStatus
 from typing import Any, NamedTuple
 from urllib.parse import parse_qs
@@ -17,9 +17,6 @@ import orjson
 
 from sgl_ext.balancer.conversations import contexts
 from sgl_ext.balancer.conversations.expansion import Expander, Found, Named, Turn
-from sgl_ext.balancer.http.request_head import RequestHead
-from sgl_ext.balancer.relay.hidden_usage import with_usage
-from sgl_ext.balancer.relay.hint_rules import AskedHints
 from sgl_ext.balancer.routing.prompt import Prompt, read_prompt
 from sgl_ext.limits.bounds import MAX_TOOLS, UNCOUNTED_BYTES, Excess, find_excess, find_many
 from sgl_ext.prompts.blocks import NamedBlock
@@ -28,11 +25,126 @@ from sgl_ext.protocols.cache_diagnostics import Question, read_question
 from sgl_ext.protocols.errors import BalancerError
 from sgl_ext.protocols.registry import detect, of_path, with_name
 from sgl_ext.protocols.responses import RESPONSES
+from sgl_ext.reading.client import SUBAGENT, harness_of, read_headers
 from sgl_ext.reading.field_types import find_wrong_field
 from sgl_ext.reading.protocol import Json
 from sgl_ext.reading.strip import HeaderStrip, Stripped, strip_request
-from sgl_ext.settings.schema import Tenant
+from sgl_ext.settings.schema import HINTED, DefaultHint
 from sgl_ext.wire.headers import NO_DEFAULTS, DefaultHints
+
+# A field of the header line that leads Claude Code's prompts, and that is stripped.
+_BILLING, _IS_SUBAGENT = "cc_version", "cc_is_subagent"
+
+
+class HintRules:
+    """The operator's default hints. `if rules` is whether there are any."""
+
+    def __init__(self, rows: Sequence[DefaultHint] = ()) -> None:
+        self._tables: dict[str, dict[str, DefaultHints]] = {of: {} for of in HINTED}
+        for row in rows:
+            hints = DefaultHints(row.priority, row.osl, row.prefill, row.ttl_s)
+            self._tables[row.of][row.name] = hints
+        self._has_any = bool(rows)
+
+    def __bool__(self) -> bool:
+        return self._has_any
+
+    def of(self, tenant: str, headers: Mapping[bytes, bytes]) -> "RequestDefaults":
+        """What is known of a request before its body is read. headers: with lower-case names."""
+        plain = billed = ""
+        agent: tuple[str, ...] = ()
+        if self._tables["harness"]:
+            plain, billed = harness_of(headers, {}), harness_of(headers, {_BILLING: ""})
+        if self._tables["agent"]:
+            facts = read_headers(headers)
+            agent = (facts.agent_type, facts.request_class)
+        return RequestDefaults(self, tenant, plain, billed, agent)
+
+    def named(self, names: Mapping[str, Sequence[str]]) -> list[tuple[str, DefaultHints]]:
+        """The hints of these names, by what they are of, the first to win first."""
+        found = [(of, name, self._tables[of].get(name)) for of in HINTED for name in names[of]]
+        return [(f"{of} {name}", hints) for of, name, hints in found if hints is not None]
+
+
+class RequestDefaults(NamedTuple):
+    """A request's tenant, and its harness: without a stripped header line, and with Claude Code's.
+    It goes to the process that reads large bodies.
+
+    agent: names of its kind of agent, as its headers state them, the most special first.
+    """
+
+    rules: HintRules
+    tenant: str
+    harness: str
+    billed: str
+    agent: tuple[str, ...] = ()
+
+    def of(self, body: Any, stripped: Mapping[str, str]) -> DefaultHints:
+        """The defaults of a request. stripped: the fields of its stripped header lines."""
+        merged = NO_DEFAULTS
+        for _, hints in self._named(body, stripped):
+            merged = hints if merged is NO_DEFAULTS else merged.over(hints)
+        return merged
+
+    def explain(self, body: Any, stripped: Mapping[str, str]) -> dict[str, Any]:
+        """Each default that a request has, with the table that it is from."""
+        found: dict[str, Any] = {}
+        for source, hints in self._named(body, stripped):
+            for key in hints.__struct_fields__:
+                if (value := getattr(hints, key)) is not None and key not in found:
+                    found[key] = {"value": value, "from": source}
+        return found
+
+    def _named(self, body: Any, stripped: Mapping[str, str]) -> list[tuple[str, DefaultHints]]:
+        model = body.get("model") if isinstance(body, dict) else None
+        agent = self.agent
+        if agent and not agent[-1] and stripped.get(_IS_SUBAGENT) == "true":
+            agent = (*agent, SUBAGENT)
+        return self.rules.named(
+            {
+                "tenant": (self.tenant,),
+                "agent": agent,
+                "harness": (self.billed if _BILLING in stripped else self.harness,),
+                "model": (model if isinstance(model, str) else "",),
+            }
+        )
+
+
+_INCLUDED = {"include_usage": True}
+_ADDED = b'"stream_options":%b,' % orjson.dumps(_INCLUDED)
+_NO_CHOICES, _USAGE = b'"choices":[]', b'"usage":{'
+_END = b"\n\n"
+PATHS = ("/v1/chat/completions", "/v1/completions")
+
+
+def with_usage(path: str, document: Any, body: bytes | bytearray) -> bytes | None:
+    """The body that also asks for the usage of its stream; None if there is nothing to change.
+
+    document: the parsed body.
+    """
+    if path not in PATHS or not isinstance(document, dict) or document.get("stream") is not True:
+        return None
+    options = document.get("stream_options")
+    if options is not None and not isinstance(options, dict):
+        return None  # the engine answers 400
+    if "stream_options" not in document:  # parsing and writing a long prompt again takes time
+        start = body.index(b"{") + 1
+        return b"".join((body[:start], _ADDED, body[start:]))
+    if options and options.get("include_usage"):
+        return None
+    try:
+        return orjson.dumps(document | {"stream_options": (options or {}) | _INCLUDED})
+    except TypeError:
+        return None  # it is nested too deeply to be written
+
+
+def without_usage(data: bytes) -> bytes:
+    """Whole events without the one that states the usage."""
+    if _NO_CHOICES not in data:
+        return data
+    events = data.split(_END)
+    return _END.join(e for e in events if not (_NO_CHOICES in e and _USAGE in e))
+
 
 # A body with none of these fields names nothing that is stored, and asks nothing of its cache.
 _NAMING = frozenset(
@@ -42,7 +154,7 @@ _NAMING = frozenset(
 _SMALL_BODY_BYTES = 2 * MAX_TOOLS
 
 
-class Asked(NamedTuple):
+class ReadPlan(NamedTuple):
     """What is known of a request before its body is read.
 
     headers: the names of its headers. hints: those that matter, with their values.
@@ -60,33 +172,9 @@ class Asked(NamedTuple):
     warms: bool
     ceiling: int
     is_charged: bool
-    defaults: AskedHints | None = None
+    defaults: RequestDefaults | None = None
     remembers: bool = False
     tenant: str = ""
-
-
-def asked_by(
-    head: RequestHead,
-    tenant: Tenant,
-    *,
-    is_charged: bool,
-    defaults: AskedHints | None = None,
-) -> Asked:
-    """What the head of a request with a route says."""
-    route = head.route
-    assert route is not None, "requests without a route are not read"
-    return Asked(
-        head.path,
-        head.target,
-        tuple(head.fields),
-        head.hints,
-        route.runs,
-        route.warms,
-        tenant.max_priority,
-        is_charged,
-        defaults,
-        tenant=tenant.name,
-    )
 
 
 class Reading(msgspec.Struct, frozen=True, gc=False):
@@ -133,7 +221,7 @@ class BodyReader:
         self.expander = Expander(keeps_turns)
 
     def read(
-        self, asked: Asked, body: bytes | bytearray, found: Found | None = None
+        self, plan: ReadPlan, body: bytes | bytearray, found: Found | None = None
     ) -> Reading | Named:
         """Reads a body, or what it names unless that was `found`.
 
@@ -142,17 +230,17 @@ class BodyReader:
         document = parse_json(body)
         if (wrong := find_wrong_field(document)) is not None:
             raise BalancerError(HTTPStatus.BAD_REQUEST, wrong.message, param=wrong.field)
-        path = asked.path
+        path = plan.path
         protocol = of_path(path)
-        if asked.warms and (detected := _prefill_protocol(asked, document)) is not None:
+        if plan.warms and (detected := _prefill_protocol(plan, document)) is not None:
             protocol, path = detected, detected.paths[0]
         may_name = type(document) is dict and not _NAMING.isdisjoint(document)
-        has_turns = self.expander.has_turns(path, remembers=asked.remembers)
+        has_turns = self.expander.has_turns(path, remembers=plan.remembers)
         if found is None and (may_name or has_turns):
-            named = self.expander.names(path, document, remembers=asked.remembers)
+            named = self.expander.names(path, document, remembers=plan.remembers)
             if named is not None:
                 return named
-        question = read_question(path, document) if asked.runs and may_name else None
+        question = read_question(path, document) if plan.runs and may_name else None
         own = None
         if found is not None and found.context is not None:
             # The context's texts will stand before the headers.
@@ -164,10 +252,10 @@ class BodyReader:
         sent: bytes | None = None
         if found is not None or has_turns:
             expanded, turn, marks_left_out, context = self.expander.expand(
-                path, document, found, remembers=asked.remembers
+                path, document, found, remembers=plan.remembers
             )
             if expanded is not document:
-                document = with_name(protocol, expanded) if asked.warms else expanded
+                document = with_name(protocol, expanded) if plan.warms else expanded
                 try:
                     sent = orjson.dumps(document)
                 except TypeError:
@@ -186,24 +274,24 @@ class BodyReader:
                 moved=Counter(own.moved) + Counter(stripped.moved),
             )
         defaults = NO_DEFAULTS
-        if asked.defaults is not None:
-            defaults = asked.defaults.of(document, stripped.fields)
+        if plan.defaults is not None:
+            defaults = plan.defaults.of(document, stripped.fields)
         prompt = None
-        if asked.runs or asked.warms:
+        if plan.runs or plan.warms:
             prompt = read_prompt(
                 protocol,
-                asked.hints,
+                plan.hints,
                 stripped.body,
                 size_bytes,
-                asked.ceiling,
+                plan.ceiling,
                 sort_tools=self._sort_tools,
                 defaults=defaults,
             )
-        asking = None
-        if asked.is_charged:
-            asking = with_usage(path, document, body if sent is None else sent)
-        sent = sent if asking is None else asking
-        is_named = question is not None or (asked.runs and path in RESPONSES.paths)
+        counted = None
+        if plan.is_charged:
+            counted = with_usage(path, document, body if sent is None else sent)
+        sent = sent if counted is None else counted
+        is_named = question is not None or (plan.runs and path in RESPONSES.paths)
         is_named = is_named and isinstance(document, dict)
         return Reading(
             path,
@@ -212,13 +300,13 @@ class BodyReader:
             marks_left_out,
             stripped,
             prompt,
-            hides_usage=asking is not None,
+            hides_usage=counted is not None,
             defaults=defaults,
             saved_bytes=saved_bytes,
             context=context,
             question=question,
             settings=settings_of(document) if is_named else None,
-            beat=protocol.beat if asked.runs and _streams(document) else b"",
+            beat=protocol.beat if plan.runs and _streams(document) else b"",
         )
 
 
@@ -246,9 +334,9 @@ def _require_few(excess: Excess | None) -> None:
         raise BalancerError(HTTPStatus.BAD_REQUEST, excess.message, param=excess.field)
 
 
-def _prefill_protocol(asked: Asked, document: Any) -> Any:
+def _prefill_protocol(plan: ReadPlan, document: Any) -> Any:
     """The protocol of the body of /v1/prefill, by the rules of the engine."""
-    query = asked.target.partition(b"?")[2].decode("latin-1")
+    query = plan.target.partition(b"?")[2].decode("latin-1")
     named = parse_qs(query, keep_blank_values=True).get("protocol")
-    headers = {name.decode("latin-1"): "" for name in asked.headers}
+    headers = {name.decode("latin-1"): "" for name in plan.headers}
     return detect(headers, named[-1] if named else None, document)

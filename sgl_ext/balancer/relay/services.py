@@ -20,11 +20,15 @@ from sgl_ext.balancer.conversations.response_turns import LaneTurns
 from sgl_ext.balancer.http.downstream import RawResponse
 from sgl_ext.balancer.http.upstream import ConnectionPool
 from sgl_ext.balancer.metrics.registry import Metrics
-from sgl_ext.balancer.relay.heartbeats import Heartbeats
-from sgl_ext.balancer.relay.hint_rules import HintRules
 from sgl_ext.balancer.relay.large_bodies import LargeBodies
-from sgl_ext.balancer.relay.reading import Asked, BodyReader, Reading, read_registration
-from sgl_ext.balancer.relay.resends import MOST_LEFT, Resends
+from sgl_ext.balancer.relay.patience import MOST_LEFT, Heartbeats, Resends
+from sgl_ext.balancer.relay.reading import (
+    BodyReader,
+    HintRules,
+    Reading,
+    ReadPlan,
+    read_registration,
+)
 from sgl_ext.balancer.reporting.activity import Activity, HitRates
 from sgl_ext.balancer.reporting.cache_turns import CacheTurns
 from sgl_ext.balancer.reporting.request_log import RequestLog, SampledLog
@@ -125,7 +129,7 @@ class Services:
     async def read_body(
         self,
         tenant: str,
-        asked: Asked,
+        plan: ReadPlan,
         body: bytes | bytearray,
         named: Named | None = None,
         turns: LaneTurns | None = None,
@@ -136,10 +140,10 @@ class Services:
         `BodyReader.read`; raises BalancerError 503 if the store fails, or if the process fails or
         has no room.
         """
-        reading: Reading | Named = named or await self._read_body(tenant, asked, body, None)
+        reading: Reading | Named = named or await self._read_body(tenant, plan, body, None)
         if isinstance(reading, Named):
-            found = await self.conversations.find(reading, asked.tenant, turns)
-            reading = await self._read_body(tenant, asked, body, found)
+            found = await self.conversations.find(reading, plan.tenant, turns)
+            reading = await self._read_body(tenant, plan, body, found)
         assert not isinstance(reading, Named), "what it names was found"
         return reading
 
@@ -152,12 +156,12 @@ class Services:
         return contexts.Registration(about, items)
 
     async def _read_body(
-        self, tenant: str, asked: Asked, body: bytes | bytearray, found: Found | None
+        self, tenant: str, plan: ReadPlan, body: bytes | bytearray, found: Found | None
     ) -> Reading | Named:
         size_bytes = len(body) + (0 if found is None else found.size_bytes)
         if size_bytes > LARGE_BODY_BYTES:
-            return await self.large_bodies.read(tenant, asked, body, found)
-        return self.body_reader.read(asked, body, found)
+            return await self.large_bodies.read(tenant, plan, body, found)
+        return self.body_reader.read(plan, body, found)
 
     def pool(self, worker: Worker) -> ConnectionPool:
         """The connections to a worker."""

@@ -202,9 +202,9 @@ def as_line(ended: EndedRequest) -> bytes:
 def _rows(ended: EndedRequest) -> list[dict[str, Any]]:
     """The workers that it could have gone to, the cheapest first. Where only some of them are
     listed, their sessions count against the mean of these."""
-    asked, is_new = PlacementRequest(ended.prompt_tokens, 0), _is_new(ended.reason)
+    request, is_new = PlacementRequest(ended.prompt_tokens, 0), _is_new(ended.reason)
     views = ended.considered
-    scores = score_all(asked, views, is_new=is_new)
+    scores = score_all(request, views, is_new=is_new)
     return [
         {
             "name": cost.name,
@@ -229,8 +229,8 @@ def _cheapest(
     views: Sequence[WorkerView], chosen: str, prompt_tokens: int, reason: str
 ) -> Sequence[WorkerView]:
     """The chosen worker and the cheapest others."""
-    asked, is_new = PlacementRequest(prompt_tokens, 0), _is_new(reason)
-    costs = {score.name: score.cost for score in score_all(asked, views, is_new=is_new)}
+    request, is_new = PlacementRequest(prompt_tokens, 0), _is_new(reason)
+    costs = {score.name: score.cost for score in score_all(request, views, is_new=is_new)}
     return sorted(views, key=lambda view: (view.name != chosen, costs[view.name]))[:MOST_WORKERS]
 
 

@@ -7,6 +7,7 @@ worker, and its prefix is expected there. Attempts that follow it wait until its
 """
 
 from collections.abc import Callable, Sequence
+from typing import Protocol
 
 import msgspec
 
@@ -75,11 +76,16 @@ _MIXER, _MASK = 0x9E3779B97F4A7C15F39CC0605CEDC835, (1 << 128) - 1
 NO_ROUTING = RoutingRequest(Chain(), None, 0, 0, runs=False)
 
 
-def _nothing(reason: str) -> None: ...
-
-
 def _unknown(worker: str) -> int | None:
     return None
+
+
+class Served(Protocol):
+    """The request that an attempt serves."""
+
+    def abandon(self, reason: str) -> None:
+        """The worker will not answer."""
+        ...
 
 
 class Attempt(msgspec.Struct, eq=False):
@@ -102,7 +108,7 @@ class Attempt(msgspec.Struct, eq=False):
     running_tokens: what the attempt counts with in the worker's `running`. decoder_tokens: the same
         in that of the decoder, which holds no prefix.
     follows: the attempt that computes a prefix this one waits for; `followers` wait for this one.
-    abandon: called with a reason when the worker will not answer.
+    served: the request, while the attempt runs.
     """
 
     routing: RoutingRequest
@@ -123,7 +129,7 @@ class Attempt(msgspec.Struct, eq=False):
     in_flight_prefix: InFlightPrefix | None = None
     follows: "Attempt | None" = None
     followers: list[Callable[[], None]] = []
-    abandon: Callable[[str], None] = _nothing
+    served: Served | None = None
     decoder: Worker | None = None
     is_beyond: bool = False
 
@@ -131,6 +137,26 @@ class Attempt(msgspec.Struct, eq=False):
     def answerer(self) -> Worker:
         """The worker that answers."""
         return self.worker if self.decoder is None else self.decoder
+
+    def serves(self, request: Served) -> None:
+        """The request learns if the attempt is abandoned."""
+        self.served = request
+
+    def abandon(self, reason: str) -> None:
+        """The worker will not answer."""
+        if self.served is not None:
+            self.served.abandon(reason)
+
+    def waits_for_prefix(self, resume: Callable[[], None]) -> bool:
+        """Whether the prefix that it follows is still being computed. Then `resume` is called when
+        it is, or when the attempt that computes it has ended."""
+        followed = self.follows
+        if followed is None or followed.in_flight_prefix is None:
+            return False
+        if followed.in_flight_prefix.computed:
+            return False
+        followed.followers.append(resume)
+        return True
 
 
 class Attempts:
@@ -161,11 +187,12 @@ class Attempts:
         decoder: Worker | None = None,
         *,
         is_beyond: bool = False,
+        held_at: Callable[[str], int | None] = _unknown,
     ) -> Attempt:
         """Begins an attempt on a worker, which holds `held` of the prompt."""
         now_s = self._clock()
         attempt = Attempt(routing, worker, placement, considered, began_s=now_s)
-        attempt.is_beyond = is_beyond
+        attempt.is_beyond, attempt.held_at = is_beyond, held_at
         attempt.predicted_tokens = held.tokens + held.slower_tokens
         attempt.expected_tokens = held.expected_tokens + held.slower_tokens
         attempt.decoder = decoder
@@ -203,9 +230,9 @@ class Attempts:
             agent = routing.agent
             if routing.runs and agent is not None and self.working_set is not None:
                 tokens = self._prefixes.prompt_tokens(routing.chain, held, routing.prompt_tokens)
-                asked = routing.tenant, routing.priority
+                share = routing.tenant, routing.priority
                 expected_tokens = attempt.expected_tokens
-                self._count_agent(agent, asked, worker, tokens, expected_tokens, now_s)
+                self._count_agent(agent, share, worker, tokens, expected_tokens, now_s)
         for action in self.on_begin:
             action(attempt)
         return attempt
@@ -213,17 +240,17 @@ class Attempts:
     def _count_agent(
         self,
         agent: int,
-        asked: tuple[str, int],
+        share: tuple[str, int],
         worker: Worker,
         prompt_tokens: int,
         held_tokens: int,
         now_s: float,
     ) -> None:
-        """Counts what an agent's request uses. asked: its tenant and priority. A size beyond the
+        """Counts what an agent's request uses. share: its tenant and priority. A size beyond the
         whole memory counts as 0: it is wrong."""
         if self.working_set is not None:
             tokens = prompt_tokens if prompt_tokens <= worker.pool_tokens else 0
-            tenant, priority = asked
+            tenant, priority = share
             self.working_set.begin(
                 agent, tenant, worker.slot, tokens, held_tokens, now_s, priority, worker.refill_s
             )
@@ -263,6 +290,10 @@ class Attempts:
         if held.expected_tokens - held.tokens < FOLLOW_TOKENS:
             return None
         return self._computing.get(prefix)
+
+    def sent(self, attempt: Attempt) -> None:
+        """The request is sent to the worker."""
+        attempt.sent_s = self._clock()
 
     def prefill_done(self, attempt: Attempt) -> None:
         """The worker has computed the prompt. A second call changes nothing."""
@@ -334,7 +365,7 @@ class Attempts:
             refill_s = attempt.worker.refill_s
             working_set.end(agent, self._clock(), refill_s, is_last=routing.is_final)
         # Else a request and its attempt keep each other until the garbage collector finds them.
-        attempt.abandon = _nothing
+        attempt.served = None
         if attempt.decoder is None:
             self._leave(attempt, attempt.worker, attempt.running_tokens)
         else:
@@ -366,8 +397,8 @@ class Attempts:
         if session is not None:
             self.sessions.record(session, worker.slot, prompt_tokens, now_s)
             held_tokens = max(prompt_tokens - uncached_tokens, 0)
-            asked = tenant, priority
+            share = tenant, priority
             agent = session if agent is None else agent
-            self._count_agent(agent, asked, worker, prompt_tokens, held_tokens, now_s)
+            self._count_agent(agent, share, worker, prompt_tokens, held_tokens, now_s)
             if self.working_set is not None:
                 self.working_set.end(agent, now_s, worker.refill_s)

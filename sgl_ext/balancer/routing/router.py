@@ -73,7 +73,7 @@ class Router:
         warms: bool = False,
     ) -> RoutingRequest:
         """Reads a parsed and stripped body for routing. `headers` has lower-case names."""
-        ceiling = self.tenants.asking(headers).max_priority
+        ceiling = self.tenants.of_headers(headers).max_priority
         prompt = read_prompt(
             of_path(path), headers, body, size_bytes, ceiling, sort_tools=self.sort_tools
         )
@@ -196,9 +196,15 @@ class Router:
         if worker.role:
             decoder = candidates.decoder
         attempt = self.attempts.begin(
-            routing, worker, placement, held.of(worker), views, decoder, is_beyond=is_beyond
+            routing,
+            worker,
+            placement,
+            held.of(worker),
+            views,
+            decoder,
+            is_beyond=is_beyond,
+            held_at=partial(self._held_at, held),
         )
-        attempt.held_at = partial(self._held_at, held)
         if reason != "home":  # or a burst of sessions would all look at the same few workers
             self.fleet.load_changed(worker, self.clock())
         return attempt
@@ -230,11 +236,11 @@ class Router:
         priority of the same tenant.
         """
         candidates = self.candidates(routing, tried)
-        asked: Iterable[Worker] = candidates.all
+        workers: Iterable[Worker] = candidates.all
         if at_home and routing.session is not None:
             home = self.attempts.sessions.home(routing.session)
-            asked = [w for w in asked if home and w.slot == home[0]] or asked
-        return any(candidates.has_capacity(w) for w in asked)
+            workers = [w for w in workers if home and w.slot == home[0]] or workers
+        return any(candidates.has_capacity(w) for w in workers)
 
     def exceeds_part(self, routing: RoutingRequest, tried: set[Worker]) -> bool:
         """Whether a request is larger than its tenant's part of the memory of each worker."""

@@ -2,7 +2,7 @@
 
     admits --> [wait] --> release --> the admission queue --> sent --> answered, or lost again
 
-`scheduler.suspects` decides. It is asked for a request only while some request is suspected.
+`scheduler.suspects` decides. It decides only while some request is suspected.
 """
 
 import logging
@@ -168,9 +168,9 @@ class Trials:
             now_s = self.router.clock()
             self._suspects.ended(worker.id, worker.stopped_s(now_s), now_s)
 
-    def _lives(self, worker: Worker, asked_s: float) -> None:
+    def _lives(self, worker: Worker, probed_s: float) -> None:
         if not self._suspects.is_idle:
-            self._suspects.lives(worker.id, asked_s)
+            self._suspects.lives(worker.id, probed_s)
             self._go_on()
 
     # Those that wait.

@@ -76,7 +76,7 @@ class WorkerProbes:
             await self._try_breaker(worker)
         if worker.is_hung:
             return
-        asked_s = self.clock()
+        probed_s = self.clock()
         try:
             status, head, cause = await self._ready(worker)
         except TimeoutError:
@@ -94,7 +94,7 @@ class WorkerProbes:
         self.workers.mark(worker, ready=status == HTTPStatus.OK, cause=cause)
         if status == HTTPStatus.OK:
             for action in self.workers.on_found:
-                action(worker, asked_s)
+                action(worker, probed_s)
         if status is not None:
             self.workers.note_secret(worker, refused=status == HTTPStatus.UNAUTHORIZED)
         # It says itself that it has been stopped, or it says nothing.

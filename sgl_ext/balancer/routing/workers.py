@@ -60,7 +60,7 @@ class Workers(Collector):
     has_tiers: whether some have slower tiers.
     admin: what the admin API changed.
     on_leave: called with each worker that is removed or no longer ready.
-    on_found: called with each worker that a probe finds ready, and when the probe asked.
+    on_found: called with each worker that a probe finds ready, and when the probe began.
     """
 
     def __init__(

@@ -98,7 +98,7 @@ def _count_left(extension: HttpExtension, path: str, raw_body: bytes, stripped: 
 
 def _read_context(extension: HttpExtension, request: Any, path: str, body: Any) -> RequestContext:
     headers = dict(request.headers.items())  # of a repeated name the last, as in the balancer
-    tenant = extension.tenants.asking(headers)
+    tenant = extension.tenants.of_headers(headers)
     defaults = _read_defaults(path, headers)
     ttl_limits = limits_with(defaults, extension.settings.ttl_limits)
     protocol = of_path(path)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pickle
 from typing import Any
 
-from sgl_ext.balancer.relay.hint_rules import HintRules
+from sgl_ext.balancer.relay.reading import HintRules
 from sgl_ext.settings.schema import DefaultHint
 from sgl_ext.wire.headers import NO_DEFAULTS, DefaultHints
 
@@ -21,7 +21,7 @@ CODEX = {b"user-agent": b"codex_exec/1"}
 
 
 def given(tenant: str, headers: dict[bytes, bytes], body: Any, **stripped: str) -> DefaultHints:
-    return RULES.asked(tenant, headers).of(body, stripped)
+    return RULES.of(tenant, headers).of(body, stripped)
 
 
 def test_the_tenant_wins_over_the_harness_and_that_over_the_model() -> None:
@@ -59,36 +59,36 @@ EXPLORER = {
 
 
 def test_the_type_of_an_agent_wins_over_its_class_and_that_over_the_harness() -> None:
-    explorer = AGENTS.asked("", EXPLORER)
+    explorer = AGENTS.of("", EXPLORER)
     assert explorer.of({}, {}) == DefaultHints(-5, 2, False, 60)
     assert explorer.explain({}, {})["priority"] == {"value": -5, "from": "agent subagent"}
-    assert AGENTS.asked("people", EXPLORER).of({}, {}) == DefaultHints(-5, 1, False, 60)
+    assert AGENTS.of("people", EXPLORER).of({}, {}) == DefaultHints(-5, 1, False, 60)
     other = {**EXPLORER, b"x-claude-code-agent-type": b"Plan"}
-    assert AGENTS.asked("", other).of({}, {}) == DefaultHints(-5, 3, False, 5)
+    assert AGENTS.of("", other).of({}, {}) == DefaultHints(-5, 3, False, 5)
     lead = {b"user-agent": b"claude-cli/2.1.330"}
-    assert AGENTS.asked("", lead).of({}, {}) == DefaultHints(None, 4, False, 9)
+    assert AGENTS.of("", lead).of({}, {}) == DefaultHints(None, 4, False, 9)
 
 
 def test_a_stripped_header_line_tells_a_sub_agent() -> None:
-    lead = AGENTS.asked("", {b"user-agent": b"claude-cli/2.1.330"})
+    lead = AGENTS.of("", {b"user-agent": b"claude-cli/2.1.330"})
     assert lead.of({}, {"cc_is_subagent": "true"}).priority == -5
     main = {b"user-agent": b"claude-cli/2.1.330", b"x-claude-code-request-class": b"main"}
-    assert AGENTS.asked("", main).of({}, {"cc_is_subagent": "true"}).priority is None
+    assert AGENTS.of("", main).of({}, {"cc_is_subagent": "true"}).priority is None
 
 
 def test_codex_names_its_sub_agents_in_its_turn() -> None:
     turn = b'{"thread_source": "subagent", "thread_id": "t", "subagent_kind": "Explore"}'
-    assert AGENTS.asked("", {b"x-codex-turn-metadata": turn}).of({}, {}).osl == 2
+    assert AGENTS.of("", {b"x-codex-turn-metadata": turn}).of({}, {}).osl == 2
 
 
 def test_a_process_for_large_bodies_decides_alike() -> None:
-    asked = RULES.asked("people", CODEX)
-    copy = pickle.loads(pickle.dumps(asked))
-    assert copy.of({"model": "m"}, {}) == asked.of({"model": "m"}, {})
+    found = RULES.of("people", CODEX)
+    copy = pickle.loads(pickle.dumps(found))
+    assert copy.of({"model": "m"}, {}) == found.of({"model": "m"}, {})
 
 
 def test_explain_names_the_table_of_each_default() -> None:
-    assert RULES.asked("people", CODEX).explain({"model": "m"}, {}) == {
+    assert RULES.of("people", CODEX).explain({"model": "m"}, {}) == {
         "priority": {"value": 3, "from": "tenant people"},
         "osl": {"value": 3, "from": "tenant people"},
         "prefill": {"value": True, "from": "model m"},

@@ -13,7 +13,7 @@ from msgspec import structs
 
 from sgl_ext.balancer.conversations.expansion import Found, Named
 from sgl_ext.balancer.relay.large_bodies import LargeBodies
-from sgl_ext.balancer.relay.reading import Asked, BodyReader
+from sgl_ext.balancer.relay.reading import BodyReader, ReadPlan
 from sgl_ext.limits.bounds import LARGE_BODY_BYTES
 from sgl_ext.limits.byte_account import ByteAccount
 from sgl_ext.protocols.errors import BalancerError
@@ -25,9 +25,9 @@ HEADER = "x-anthropic-billing-header: cc_version=2;\n"
 CHAT, MESSAGES, RESPONSES = "/v1/chat/completions", "/v1/messages", "/v1/responses"
 
 
-def asked(path: str, **other: Any) -> Asked:
+def plan(path: str, **other: Any) -> ReadPlan:
     common = {"runs": True, "warms": False, "ceiling": 10, "is_charged": False}
-    return Asked(path, path.encode(), (), {}, **{**common, **other})
+    return ReadPlan(path, path.encode(), (), {}, **{**common, **other})
 
 
 def body_of(text: str, **fields: Any) -> bytes:
@@ -54,11 +54,11 @@ def small() -> BodyReader:
 @pytest.mark.parametrize(
     ("request_", "body", "found"),
     [
-        (asked(CHAT), body_of(TEXT, tools=[{"type": "function"}]), None),
-        (asked(CHAT, is_charged=True), body_of(TEXT, stream=True), None),
-        (asked(RESPONSES), orjson.dumps({"input": TEXT, "previous_response_id": "a"}), None),
+        (plan(CHAT), body_of(TEXT, tools=[{"type": "function"}]), None),
+        (plan(CHAT, is_charged=True), body_of(TEXT, stream=True), None),
+        (plan(RESPONSES), orjson.dumps({"input": TEXT, "previous_response_id": "a"}), None),
         (
-            asked(RESPONSES),
+            plan(RESPONSES),
             orjson.dumps({"input": TEXT, "previous_response_id": "a"}),
             Found([b'{"input":[{"role":"user","content":"earlier"}],"output":[]}']),
         ),
@@ -67,7 +67,7 @@ def small() -> BodyReader:
     ids=["chat", "charged", "continues", "expanded"],
 )
 async def test_the_other_process_reads_the_same(
-    large: LargeBodies, small: BodyReader, request_: Asked, body: bytes, found: Found | None
+    large: LargeBodies, small: BodyReader, request_: ReadPlan, body: bytes, found: Found | None
 ) -> None:
     here = small.read(request_, body, found)
     there = await large.read("", request_, body, found)
@@ -85,25 +85,25 @@ async def test_the_other_process_reads_the_same(
 async def test_an_error_has_the_same_words(large: LargeBodies, small: BodyReader) -> None:
     body = body_of(TEXT, stream="yes")
     with pytest.raises(BalancerError) as here:
-        small.read(asked(CHAT), body)
+        small.read(plan(CHAT), body)
     with pytest.raises(BalancerError) as there:
-        await large.read("", asked(CHAT), body, None)
+        await large.read("", plan(CHAT), body, None)
     assert vars(there.value) == vars(here.value)
 
 
 async def test_the_next_body_starts_a_process_if_it_has_ended(large: LargeBodies) -> None:
     body = body_of(TEXT)
-    await large.read("", asked(CHAT), body, None)
+    await large.read("", plan(CHAT), body, None)
     for process in multiprocessing.active_children():
         process.kill()
         process.join()
     FAILED.clear()
     with pytest.raises(BalancerError) as error:
-        await large.read("", asked(CHAT), body, None)
+        await large.read("", plan(CHAT), body, None)
     assert error.value.status == 503
     assert error.value.retry_after_s
     assert FAILED == ["large_bodies"]
-    assert (await large.read("", asked(CHAT), body, None)) is not None
+    assert (await large.read("", plan(CHAT), body, None)) is not None
     assert ACCOUNT.used == 0
 
 
@@ -111,7 +111,7 @@ async def test_without_room_a_body_does_not_wait() -> None:
     account = ByteAccount(LARGE_BODY_BYTES)
     full = LargeBodies(account, FAILED.append, HeaderStrip(), sort_tools=False, keeps_turns=True)
     with pytest.raises(BalancerError) as error:
-        await full.read("", asked(CHAT), body_of(TEXT), None)
+        await full.read("", plan(CHAT), body_of(TEXT), None)
     assert error.value.status == 503
     assert account.used == 0
 

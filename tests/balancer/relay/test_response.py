@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from sgl_ext.balancer.http.upstream import ResponseHead
-from sgl_ext.balancer.relay.response import Response
+from sgl_ext.balancer.relay.exchange import Response
 
 PARTS = st.lists(
     st.sampled_from([b"data: 1", b"\n", b"\r\n", b"\n\n", b"\r\n\r\n", b"x", b"\r"]), max_size=12
