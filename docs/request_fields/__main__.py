@@ -34,7 +34,8 @@ _FIELDS = "| field | |\n|---|---|"
 _HEAD = """# Request fields
 
 What becomes of each field that the vendors' SDKs can send, from requests with and without it.
-Objects have the names of the SDKs' types, without `Beta`, `Param` and dates.
+Objects have the names of the SDKs' types, without `Beta`, `Param` and dates. Their fields that are
+not listed are acted on.
 
 | | meaning |
 |---|---|
@@ -83,7 +84,7 @@ async def _completions(observer: Observer) -> list[str]:
 def _generate() -> Iterator[str]:
     """The section of SGLang's own path, whose fields are those of its requests."""
     yield "\n## /generate, by SGLang's own classes\n"
-    yield "Their values are in [ranges of fields](limits.md). Other fields are ignored.\n"
+    yield "The fields of the [ranges](limits.md#ranges-of-fields) are acted on, but for these:\n"
     yield _FIELDS
     for prefix, table in (("", GENERATION), ("sampling_params.", SAMPLING)):
         groups: dict[tuple[str, str], list[str]] = defaultdict(list)
@@ -93,7 +94,8 @@ def _generate() -> Iterator[str]:
                 state, why = HARMLESS, str(check)
             groups[state, why].append(prefix + name)
         for (state, why), names in groups.items():
-            yield f"| {_names(names)} | {_became(state, why)} |"
+            if state != ACTS:
+                yield f"| {_names(names)} | {_became(state, why)} |"
 
 
 def _tables(states: list[State]) -> Iterator[str]:
@@ -102,7 +104,7 @@ def _tables(states: list[State]) -> Iterator[str]:
     for (state, text), group in _groups(own, lambda each: (each.state, _text(each))):
         yield f"| {_names(each.field for each in group)} | {_became(state, text)} |"
     yield "\n| fields of objects | |\n|---|---|"
-    others = [state for state in states if state.object != _ROOT]
+    others = [each for each in states if each.object != _ROOT and each.state != ACTS]
     for (state, text), group in _groups(others, lambda each: (each.state, _text(each))):
         rows = [
             f"{name}: {_names(dict.fromkeys(each.field for each in of_one))}"
