@@ -4,10 +4,10 @@ Requests with the same prefix share one pin, and each request that reads the pre
 renews it. Pins nest: a request that reads a long prefix renews every pin on a part of it.
 
 The cache cannot evict a pinned prefix. So there is a budget for the tokens of all pinned
-prefixes together. If a new pin exceeds it, other pins are released in the order of `radix.pin`,
+prefixes together. If a new pin exceeds it, other pins are released in the order below,
 except for those on a part of the new prefix and those whose release would not help.
 
-The pins of one owner can use a share of the budget (`radix.pin_displacement`). Tokens that several
+The pins of one owner can use a share of the budget (below). Tokens that several
 owners pin are charged to the first of them. Requests without an owner count as one owner.
 
 Each rank of an engine has its own pins, and all ranks must decide the same. So every result
@@ -17,11 +17,32 @@ latest one counts as the latest one.
 Invariants, asserted by `check`: pinned tokens are within the budget, and each owner's charge and
 number of pins are within its share; every pin is in the tree and in the release order; no deadline
 is before the soonest one that is known.
+
+A pin is a lease on the first tokens of prompts. Pins are released in this order, the least valuable
+first:
+
+    (priority, valuable_until_s, id)    valuable_until_s = used_s + ttl_s * hits / (hits + 1)
+
+A pin that was never read is valuable until the time of its grant. Each read brings the time
+closer to the end of the lease, as a prefix that was read often will be read again. A new pin is
+valuable until now, so it displaces pins of its priority that were never read, or that are idle
+for longer than their reads justify, and never one in use.
+
+A new pin displaces others within the limits that pins and their owners have. One owner can use a
+share of the budget, and of the number of pins. Beyond that share its pins displace only each other.
+While several owners have pins, each is guaranteed an equal part of the budget and of the number, or
+its share if that is less. What others leave of it can be used:
+
+    within its part    an owner's pins are displaced by its own alone, whatever the priority of
+                       others', and for a new pin others give back what they have beyond theirs
+    beyond             others displace its pins in release order, down to its part
 """
 
 from bisect import bisect_left, insort
 from collections import Counter
-from collections.abc import Callable, Hashable, Iterator, Mapping
+from collections.abc import Callable, Container, Hashable, Iterator, Mapping
+from dataclasses import dataclass
+from functools import partial
 from heapq import heapify, heappop, heappush
 from itertools import count
 from math import inf
@@ -30,9 +51,206 @@ from typing import Any, NamedTuple
 
 import xxhash
 
-from radix.pin import BUDGET, EMPTY, OWNER_SHARE, Pin, ReleaseOrder
-from radix.pin_displacement import PinLimits, choose_excess, choose_released
-from radix.pin_tree import TOKEN_BYTES, PinTree
+from radix.pin_tree import TOKEN_BYTES, PinTree, Trial
+
+EMPTY = "empty"
+"""Rejected: there are no tokens to pin."""
+BUDGET = "budget"
+"""Rejected: the prefix alone is longer than the budget."""
+OWNER_SHARE = "owner share"
+"""Rejected: the prefix alone exceeds the owner's share, or more valuable pins fill that share."""
+LESS_VALUABLE = "less valuable"
+"""Rejected: more valuable pins leave no room for it."""
+
+ReleaseOrder = tuple[int, float, int]
+
+
+@dataclass(slots=True, eq=False)
+class Pin:
+    """A lease on a prefix. Only `Pins` changes it, except for `label`.
+
+    id: ascending in the order of grants.
+    prefix: a hash of the space and the tokens, as hexadecimal digits.
+    used_s: the time of the last read or request for the pin.
+    hits: how many requests have read the whole prefix from the cache.
+    owner: the first tenant that named itself in a request for the pin.
+    session: the first session that did.
+    label: belongs to the caller.
+    """
+
+    id: int
+    prefix: str
+    tokens: int
+    ttl_s: float
+    deadline_s: float
+    granted_s: float
+    used_s: float
+    hits: int
+    owner: str
+    session: str
+    priority: int
+    label: Any
+
+    @property
+    def valuable_until_s(self) -> float:
+        return self.used_s + self.ttl_s * self.hits / (self.hits + 1)
+
+    @property
+    def release_order(self) -> ReleaseOrder:
+        return self.priority, self.valuable_until_s, self.id
+
+
+@dataclass(frozen=True)
+class PinLimits:
+    """The budget of all pins in tokens, their number, and each owner's share of both."""
+
+    tokens: int
+    pins: int
+    share: float
+    shares: Mapping[str, float]
+
+    def share_of(self, owner: str) -> tuple[int, int]:
+        """The tokens and the number of pins that an owner can have at most."""
+        share = self.shares.get(owner, self.share)
+        return int(self.tokens * share), max(int(self.pins * share), 1)
+
+    def part_of(self, owner: str, owners: int) -> tuple[int, int]:
+        """The tokens and the number of pins that are guaranteed to one of so many owners."""
+        tokens, pins = self.share_of(owner)
+        return min(tokens, self.tokens // owners), min(pins, self.pins // owners)
+
+
+class _Trial:
+    """What would be pinned without some of the pins. counts: the number of all pins by owner."""
+
+    def __init__(self, tree: PinTree, counts: Counter[str], limits: PinLimits) -> None:
+        self._tree = Trial(tree)
+        self._counts = Counter(counts)
+        self._owners, self._pins = len(self._counts), self._counts.total()
+        self._limits = limits
+
+    def is_within_share(self, owner: str) -> bool:
+        tokens, pins = self._limits.share_of(owner)
+        # An owner with the whole budget may be charged for what others pin beyond it.
+        tokens_fit = tokens >= self._limits.tokens or self._tree.tokens_of(owner) <= tokens
+        return tokens_fit and (pins >= self._limits.pins or self._counts[owner] <= pins)
+
+    def is_within_budget(self) -> bool:
+        limits = self._limits
+        return self._tree.tokens <= limits.tokens and self._pins <= limits.pins
+
+    def is_within_part(self, owner: str) -> bool:
+        tokens, pins = self._limits.part_of(owner, self._owners)
+        return self._tree.tokens_of(owner) <= tokens and self._counts[owner] <= pins
+
+    def remove(self, pin: Pin) -> None:
+        self._tree.remove(pin.id)
+        self._counts[pin.owner] -= 1
+        self._pins -= 1
+
+    def restore(self, pin: Pin) -> None:
+        self._tree.restore(pin.id)
+        self._counts[pin.owner] += 1
+        self._pins += 1
+
+
+def choose_released(
+    new: Pin,
+    in_order: Callable[[], list[Pin]],
+    path: Container[int],
+    tree: PinTree,
+    counts: Counter[str],
+    limits: PinLimits,
+) -> list[Pin] | str:
+    """The pins to release for the new one, in release order, or why it is rejected.
+
+    in_order: gives all other pins in release order.
+    path: the ids of those that the new one contains.
+    tree: all pinned prefixes, with the new one.
+    counts: the number of other pins by owner.
+    """
+    trial = _Trial(tree, counts + Counter([new.owner]), limits)
+    is_within_share = partial(trial.is_within_share, new.owner)
+    if is_within_share() and trial.is_within_budget():
+        return []
+    # The new pin needs all tokens of the pins on its path.
+    others = [pin for pin in in_order() if pin.id not in path]
+    tried: dict[int, Pin] = {}
+
+    def may_go(pin: Pin) -> bool:
+        is_less_valuable = pin.release_order < new.release_order
+        if pin.owner == new.owner:
+            return is_less_valuable
+        if trial.is_within_part(pin.owner):
+            return False
+        return is_less_valuable or trial.is_within_part(new.owner)
+
+    own = [pin for pin in others if pin.owner == new.owner]
+    theirs = [pin for pin in others if pin.owner != new.owner]
+    # An owner within its part first gets back what others have beyond theirs.
+    before = theirs if trial.is_within_part(new.owner) else []
+    for candidates, fits, reason in (
+        (own, is_within_share, OWNER_SHARE),
+        (before + others, trial.is_within_budget, LESS_VALUABLE),
+    ):
+        for pin in candidates:
+            if fits():
+                break
+            if pin.id not in tried and may_go(pin):
+                trial.remove(pin)
+                tried[pin.id] = pin
+        if not fits():
+            return reason
+    # Keep those that need not go, the most valuable first: the tokens that their release frees
+    # can be shared, or too few to matter.
+    released: list[Pin] = []
+    for pin in sorted(tried.values(), key=lambda pin: pin.release_order, reverse=True):
+        trial.restore(pin)
+        if not (is_within_share() and trial.is_within_budget()):
+            trial.remove(pin)
+            released.insert(0, pin)
+    return released
+
+
+def choose_excess(
+    in_order: list[Pin],
+    in_turns: list[Pin],
+    tree: PinTree,
+    counts: Counter[str],
+    limits: PinLimits,
+) -> list[Pin]:
+    """The pins to release because the limits are lower than they were, in release order.
+
+    First each owner beyond its share gives up its own, in release order. Others' follow only where
+    they hold tokens that the owner is charged for. Then all pins give way in turns.
+
+    in_order: all pins in release order. in_turns: the same, as they give way to other things than
+    pins. counts: the number of pins by owner.
+    """
+    trial = _Trial(tree, counts, limits)
+    over = [owner for owner in tree.owners if not trial.is_within_share(owner)]
+    tried: dict[int, Pin] = {}
+
+    def release(candidates: list[Pin], is_enough: Callable[[], bool]) -> None:
+        for pin in candidates:
+            if is_enough():
+                return
+            if pin.id not in tried:
+                trial.remove(pin)
+                tried[pin.id] = pin
+
+    for owner in over:
+        own = [pin for pin in in_order if pin.owner == owner]
+        others = [pin for pin in in_order if pin.owner != owner]
+        release(own + others, partial(trial.is_within_share, owner))
+    release(in_turns, trial.is_within_budget)
+    released: list[Pin] = []
+    for pin in sorted(tried.values(), key=lambda pin: pin.release_order, reverse=True):
+        trial.restore(pin)
+        if not (all(map(trial.is_within_share, over)) and trial.is_within_budget()):
+            trial.remove(pin)
+            released.append(pin)
+    return released[::-1]
 
 
 class Grant(NamedTuple):

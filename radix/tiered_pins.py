@@ -24,9 +24,8 @@ from itertools import chain, count
 from types import MappingProxyType
 from typing import Any
 
-from radix.pin import BUDGET, Pin
-from radix.pins import Grant, Pins
-from radix.tier import Tier
+from radix.pins import BUDGET, Grant, Pin, Pins
+from radix.residency import Tier
 
 
 @dataclass(slots=True)

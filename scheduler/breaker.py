@@ -11,6 +11,11 @@ In Nygard's breaker (Release It!, 2007) a client's request is the trial. Here th
 its own, because a worker may fail only for one client's requests, and that client must not shut
 the worker out for others. A worker that breaks connections without a response gets no requests
 until a trial, so that it wastes none. A client's own mistake is no failure of the worker.
+
+The budget for retries is a share of the requests, so that failing workers do not get twice the
+load: a token bucket (as in Finagle's retry budget): each request adds `share` of a token, and each
+retry takes one. It starts with `reserve` tokens, so that a quiet node may retry, and holds at most
+`limit`.
 """
 
 from enum import StrEnum
@@ -75,3 +80,23 @@ class Breaker:
     def _open(self, now_s: float) -> None:
         self.state = State.OPEN
         self._retry_at_s = now_s + self._pause_s
+
+
+class RetryBudget:
+    """The retries that are allowed now."""
+
+    def __init__(self, share: float = 0.2, reserve: int = 10, limit: int = 100) -> None:
+        self._share = share
+        self._limit = float(limit)
+        self._tokens = float(reserve)
+
+    def add_request(self) -> None:
+        """Counts a request."""
+        self._tokens = min(self._tokens + self._share, self._limit)
+
+    def spend(self) -> bool:
+        """Takes one retry from the budget; False if it is empty."""
+        if self._tokens < 1:
+            return False
+        self._tokens -= 1
+        return True

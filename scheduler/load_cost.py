@@ -19,7 +19,7 @@ load is never free, and is never said to cost more than computing.
 
 from collections import deque
 
-from scheduler.weighted_median import weighted_median
+from scheduler.averages import weighted_median
 
 PRIOR, SHARED_PRIOR = 0.1, 0.3
 LEAST, MOST = 0.005, 1.0

@@ -1,4 +1,4 @@
-"""Which running requests to preempt for a more important one when memory has run out.
+"""Which running requests and cached prefixes give way to others when memory has run out.
 
 A running request may be preempted for one whose priority is at least `threshold` higher. Its
 work is lost and must be done again. To preempt the same request repeatedly is thrash. So a request
@@ -20,6 +20,16 @@ Rule 2 is a knapsack problem for more than one victim. The search begins with th
 Each victim, the one that loses most first, is exchanged for the request of its class that loses
 least, if the set still frees enough. A single victim is thus the best one. In a set of several, no
 single exchange within a class loses less, though exchanging two at once might.
+
+Eviction takes the lowest priority first, and the least recently used among equals. A node of the
+tree keeps the highest priority that any request gave it, because that request may still share
+it. So the low priority is only for what no later request will read:
+
+    the new part of a prompt   if its client asked not to keep it, or ended its session with it
+    an output                  of such a request, or one that begins with thinking, which the
+                               chat template omits when the output is sent back
+
+All else is equal: recency alone decides between system prompts, tool results and turns.
 """
 
 from collections import defaultdict
@@ -146,3 +156,25 @@ class PreemptionHistory:
     def record(self, preemptor: str, victim: str) -> None:
         """Records a preemption."""
         self._last[victim] = preemptor
+
+
+EVICT_FIRST = 0
+EVICT_NORMALLY = 1
+
+
+class EvictionPriority(NamedTuple):
+    """The priorities of what a request adds to the cache."""
+
+    prompt: int = EVICT_NORMALLY
+    answer: int = EVICT_NORMALLY
+
+
+def eviction_priority(*, is_kept: bool, is_last: bool, is_answer_kept: bool) -> EvictionPriority:
+    """The priorities of a request's prompt and output.
+
+    is_kept: the client did not ask to drop the prompt.
+    is_last: the client ended the session with this request.
+    is_answer_kept: the next turn's prompt will contain this output as it was generated.
+    """
+    prompt = EVICT_NORMALLY if is_kept and not is_last else EVICT_FIRST
+    return EvictionPriority(prompt, prompt if is_answer_kept else EVICT_FIRST)

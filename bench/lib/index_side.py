@@ -104,7 +104,7 @@ class Ours:
 
     def event(self, chain: Sequence[int]) -> tuple[Any, list[int]]:
         """A chain as the reader of an engine's events has it."""
-        from radix.index_rows import halves_of
+        from radix.index import halves_of
 
         tokens = [place * SEGMENT_TOKENS for place in range(1, len(chain) + 1)]
         return halves_of(chain), tokens

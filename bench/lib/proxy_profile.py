@@ -50,13 +50,13 @@ _STEPS = {
         *(
             "routing/router",
             "routing/prefix/prefixes",
-            "scheduler/placing/placement",
+            "scheduler/placement",
             "radix/index",
         ),
         *("scheduler/capacity", "routing/worker"),
     ),
     "account for it at its worker": (
-        *("routing/attempts", "scheduler/placing/sessions", "radix/in_flight_prefixes"),
+        *("routing/attempts", "scheduler/sessions", "radix/in_flight_prefixes"),
         *("scheduler/decaying_sum", "scheduler/breaker"),
     ),
     "admission queue and limits": (

@@ -23,7 +23,7 @@ from typing import Annotated, Any, NamedTuple, TypedDict
 import msgspec
 import orjson
 
-from radix.residency.changes import Changes, Stored
+from radix.residency_changes import Changes, Stored
 
 EVENTS_PATH = "/sgl_ext/events"
 SUBSCRIBERS_PATH = "/sgl_ext/events/subscribers"

@@ -8,11 +8,8 @@ from typing import Any
 import pytest
 import xxhash
 
-from radix.index import PrefixIndex
-from radix.index_memory import MAX_TOKENS, MAX_WORKERS, IndexMemory
-from radix.index_rows import halves_of
-from radix.index_view import IndexView, Match
-from radix.shared_index import SharedIndex
+from radix.index import PrefixIndex, SharedIndex, halves_of
+from radix.index_memory import MAX_TOKENS, MAX_WORKERS, IndexMemory, IndexView, Match
 
 
 class NaiveIndex:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from copy import deepcopy
 
-from radix.residency.changes import Stored
-from radix.residency.residency import Residency
+from radix.residency import Residency
+from radix.residency_changes import Stored
 
 
 def everything(held: Residency) -> list[Stored]:

@@ -9,17 +9,16 @@ from typing import Any
 
 import pytest
 
-from radix.index import PrefixIndex
+from radix.index import PrefixIndex, halves_of
 from radix.index_memory import (
     MAX_HOLDERS,
     MAX_SEGMENTS,
     MAX_TOKENS,
     MAX_WORKERS,
+    Match,
     index_bytes,
     segments_within,
 )
-from radix.index_rows import halves_of
-from radix.index_view import Match
 
 A, B, C, D, E, F, X, Y = range(101, 109)
 Make = Callable[..., Any]

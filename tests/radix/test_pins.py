@@ -13,8 +13,7 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from radix.pin import BUDGET, EMPTY, LESS_VALUABLE, OWNER_SHARE, Pin
-from radix.pins import Grant, Pins
+from radix.pins import BUDGET, EMPTY, LESS_VALUABLE, OWNER_SHARE, Grant, Pin, Pins
 
 TTL_S = 300.0
 

@@ -9,10 +9,8 @@ import pytest
 import xxhash
 
 from radix import index_memory
-from radix.index_memory import HALF, MAX_HOLDERS, MAX_WORKERS, PROBES, IndexMemory
-from radix.index_rows import halves_of
-from radix.index_view import IndexView, Match
-from radix.shared_index import SharedIndex
+from radix.index import SharedIndex, halves_of
+from radix.index_memory import HALF, MAX_HOLDERS, MAX_WORKERS, PROBES, IndexMemory, IndexView, Match
 from tests.radix.conftest import make_memory
 
 WORKERS = 6

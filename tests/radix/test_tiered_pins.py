@@ -10,8 +10,8 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from radix.pin import BUDGET, LESS_VALUABLE, OWNER_SHARE, Pin
-from radix.tier import Tier
+from radix.pins import BUDGET, LESS_VALUABLE, OWNER_SHARE, Pin
+from radix.residency import Tier
 from radix.tiered_pins import Moves, TieredPins
 
 TTL_S = 300.0

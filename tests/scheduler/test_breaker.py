@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from scheduler.breaker import FAILURES, FIRST_PAUSE_S, LONGEST_PAUSE_S, Breaker, State
+from scheduler.breaker import FAILURES, FIRST_PAUSE_S, LONGEST_PAUSE_S, Breaker, RetryBudget, State
 
 
 def suspected() -> Breaker:
@@ -78,3 +78,19 @@ def test_a_request_that_succeeds_outweighs_a_failed_trial() -> None:
     breaker.succeeded()
     breaker.trial_failed(0)
     assert breaker.takes_requests
+
+
+def test_retries_are_a_share_of_the_requests() -> None:
+    budget = RetryBudget(share=0.5, reserve=0)
+    for _ in range(10):
+        budget.add_request()
+    assert [budget.spend() for _ in range(6)] == [True] * 5 + [False]
+
+
+def test_a_quiet_node_has_a_reserve_and_a_busy_one_saves_a_limited_number() -> None:
+    budget = RetryBudget(share=1, reserve=1, limit=3)
+    assert budget.spend()
+    assert not budget.spend()
+    for _ in range(100):
+        budget.add_request()
+    assert [budget.spend() for _ in range(4)] == [True] * 3 + [False]

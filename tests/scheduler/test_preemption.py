@@ -6,10 +6,18 @@ from collections import Counter
 from collections.abc import Sequence
 from itertools import combinations, permutations
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from scheduler.preemption import PreemptionHistory, Running, victims
+from scheduler.preemption import (
+    EVICT_FIRST,
+    EVICT_NORMALLY,
+    PreemptionHistory,
+    Running,
+    eviction_priority,
+    victims,
+)
 
 NOW_S = 100.0
 PRIORITY = 20
@@ -237,3 +245,23 @@ def test_the_oldest_preemptions_are_forgotten() -> None:
     feuds.record("a", "1")
     feuds.record("a", "3")
     assert [feuds.allows("a", victim) for victim in "123"] == [False, True, False]
+
+
+def test_a_reusable_prompt_is_evicted_normally() -> None:
+    assert eviction_priority(is_kept=True, is_last=False, is_answer_kept=True) == (
+        EVICT_NORMALLY,
+        EVICT_NORMALLY,
+    )
+
+
+@pytest.mark.parametrize(("is_kept", "is_last"), [(False, False), (True, True)])
+def test_a_prompt_that_will_not_be_read_again_is_evicted_first(
+    is_kept: bool, is_last: bool
+) -> None:
+    worth = eviction_priority(is_kept=is_kept, is_last=is_last, is_answer_kept=True)
+    assert worth == (EVICT_FIRST, EVICT_FIRST)
+
+
+def test_an_output_that_no_prompt_will_contain_is_evicted_before_its_prompt() -> None:
+    worth = eviction_priority(is_kept=True, is_last=False, is_answer_kept=False)
+    assert worth.answer < worth.prompt == EVICT_NORMALLY

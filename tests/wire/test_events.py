@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from radix.residency.changes import Changes, Stored
+from radix.residency_changes import Changes, Stored
 from sgl_ext.wire import events
 from sgl_ext.wire.events import (
     EngineLoad,

@@ -21,7 +21,7 @@ from tokenizers import Tokenizer
 
 from radix.index import PrefixIndex
 from radix.pins import Pins
-from radix.residency.residency import Residency
+from radix.residency import Residency
 from sgl_ext.balancer.relay.reading import parse_json
 from sgl_ext.engine.host_cache.token_cache import PieceTokenizer
 from sgl_ext.protocols.anthropic import ANTHROPIC

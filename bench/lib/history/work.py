@@ -22,7 +22,7 @@ OUR_SYMBOLS = (
     STOCK_SYMBOLS
     | OURS
     | {
-        "radix.residency.residency:Residency.add": "scheduler residency",
+        "radix.residency:Residency.add": "scheduler residency",
         "sgl_ext.engine.scheduler.pins:PinKeeper.prompt_stored": "scheduler pins",
         "sgl_ext.engine.scheduler.event_publisher:EventPublisher.publish": "scheduler events",
         "sgl_ext.engine.scheduler.admission:must_wait": "scheduler single flight",

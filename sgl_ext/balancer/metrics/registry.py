@@ -7,7 +7,7 @@ from typing import Any, Protocol
 from prometheus_client.core import GaugeMetricFamily, Metric
 
 from scheduler.breaker import Breaker, State
-from scheduler.placing.speeds import Weights
+from scheduler.speeds import Weights
 from sgl_ext import supervision
 from sgl_ext.balancer.metrics.instruments import Counter, Histogram, Page
 from sgl_ext.reading.client import ClientFacts

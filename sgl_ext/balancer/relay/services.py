@@ -9,7 +9,7 @@ from typing import Any
 
 import aiohttp
 
-from scheduler.retry_budget import RetryBudget
+from scheduler.breaker import RetryBudget
 from sgl_ext.balancer.access.authentication import SentSecret
 from sgl_ext.balancer.access.rate_limits import RateLimits
 from sgl_ext.balancer.cluster.launcher import Launcher

@@ -29,7 +29,7 @@ from typing import Any
 import msgspec
 import orjson
 
-from scheduler.placing.placement import PlacementRequest, WorkerView, score_all
+from scheduler.placement import PlacementRequest, WorkerView, score_all
 from sgl_ext.balancer.reporting.diagnosis import PromptDiagnosis
 from sgl_ext.balancer.routing.attempts import Attempt, RoutingRequest
 from sgl_ext.reading.client import NO_FACTS, ClientFacts

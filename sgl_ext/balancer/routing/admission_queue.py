@@ -28,9 +28,8 @@ from functools import partial
 from http import HTTPStatus
 from typing import Protocol
 
-from scheduler.admission_queue import Entry, OrderedQueue
-from scheduler.order import Served, Waiting, step, window_of
-from scheduler.programs.working_set import LIMIT as MOST_AGENTS
+from scheduler.order import Entry, OrderedQueue, Served, Waiting, step, window_of
+from scheduler.working_set import LIMIT as MOST_AGENTS
 from sgl_ext.balancer.metrics.registry import BANDS, Metrics, band
 from sgl_ext.balancer.routing.agent_gate import AgentGate
 from sgl_ext.balancer.routing.attempts import Attempt, RoutingRequest

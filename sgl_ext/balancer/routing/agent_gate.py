@@ -1,15 +1,15 @@
 """Which agents' requests the admission queue holds back so that the others fit into memory.
 
-`scheduler.programs.admission` decides for each worker that a request may go to: the one that has
+`scheduler.agent_admission` decides for each worker that a request may go to: the one that has
 its conversation, or all. What agents use is counted as attempts begin and end
-(`scheduler.programs.working_set`). A worker that reports no memory holds nothing back. In a large
+(`scheduler.working_set`). A worker that reports no memory holds nothing back. In a large
 fleet a new agent looks at some workers at a time, in turn.
 """
 
 from itertools import islice
 
-from scheduler.programs.admission import Demand, Pool, has_time, is_sent
-from scheduler.programs.working_set import WorkingSet
+from scheduler.agent_admission import Demand, Pool, has_time, is_sent
+from scheduler.working_set import WorkingSet
 from sgl_ext.balancer.routing.attempts import RoutingRequest
 from sgl_ext.balancer.routing.candidates import allowed
 from sgl_ext.balancer.routing.prefix.prefixes import HeldBySlot

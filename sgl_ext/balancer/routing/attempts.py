@@ -12,10 +12,10 @@ from typing import Protocol
 import msgspec
 
 from radix.in_flight_prefixes import InFlightPrefix
-from scheduler.placing.placement import Placement, WorkerView
-from scheduler.placing.sessions import Sessions
-from scheduler.placing.speeds import Speeds
-from scheduler.programs.working_set import WorkingSet
+from scheduler.placement import Placement, WorkerView
+from scheduler.sessions import Sessions
+from scheduler.speeds import Speeds
+from scheduler.working_set import WorkingSet
 from sgl_ext.balancer.routing.prefix.prefixes import HeldPrefix, Prefixes
 from sgl_ext.balancer.routing.worker import Worker
 from sgl_ext.reading.segments import Chain

@@ -7,9 +7,9 @@ from math import inf
 from operator import or_
 
 from scheduler.capacity import Capacity, exceeds_part, has_capacity, is_at_hand
-from scheduler.placing.placement import WorkerView, rendezvous
-from scheduler.placing.sessions import Sessions
-from scheduler.placing.shortlist import SMALL_FLEET, Shortlist, bits_of
+from scheduler.placement import WorkerView, rendezvous
+from scheduler.sessions import Sessions
+from scheduler.shortlist import SMALL_FLEET, Shortlist, bits_of
 from sgl_ext.balancer.routing.attempts import RoutingRequest
 from sgl_ext.balancer.routing.prefix.prefixes import HeldBySlot, slower_tokens
 from sgl_ext.balancer.routing.worker import DECODE, Worker

@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from scheduler.placing.placement import place, score_all
+from scheduler.placement import place, score_all
 from sgl_ext.balancer.routing.attempts import RoutingRequest
 from sgl_ext.balancer.routing.router import Router
 from sgl_ext.balancer.routing.worker import DECODE

@@ -4,7 +4,7 @@ import itertools
 from collections import defaultdict
 from math import inf
 
-from scheduler.placing.placement import PlacementRequest, WorkerView, chosen_of, stays
+from scheduler.placement import PlacementRequest, WorkerView, chosen_of, stays
 from sgl_ext.balancer.routing.attempts import Attempts, RoutingRequest
 from sgl_ext.balancer.routing.candidates import Candidates, Fleet
 from sgl_ext.balancer.routing.prefix.prefixes import HeldBySlot

@@ -11,8 +11,8 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
-from scheduler.placing.placement import Placement, WorkerView, place
-from scheduler.placing.speeds import EVEN
+from scheduler.placement import Placement, WorkerView, place
+from scheduler.speeds import EVEN
 from scheduler.suspects import Suspects
 from sgl_ext.balancer.metrics.registry import Metrics
 from sgl_ext.balancer.routing.attempts import FOLLOW_TOKENS, Attempt, Attempts, RoutingRequest

@@ -13,7 +13,7 @@ from http import HTTPStatus
 import aiohttp
 from cachetools import TTLCache
 
-from scheduler.placing.standby import choose_standby, is_strained
+from scheduler.placement import choose_standby, is_strained
 from sgl_ext.balancer.http.request_head import RequestHead
 from sgl_ext.balancer.metrics.registry import Metrics
 from sgl_ext.balancer.routing.attempts import Attempt

@@ -5,14 +5,13 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, NamedTuple
 from urllib.parse import urlsplit
 
+from scheduler.agent_admission import PrefillPace, pool_tokens
+from scheduler.averages import DecayingSum
 from scheduler.breaker import Breaker, State
 from scheduler.capacity import Capacity, InFlight
-from scheduler.decaying_sum import DecayingSum
-from scheduler.placing.placement import LOAD_SHARE, RECENT_S, SHARED_SHARE
-from scheduler.placing.speeds import EVEN
-from scheduler.programs.admission import pool_tokens
-from scheduler.programs.pace import PrefillPace
+from scheduler.placement import LOAD_SHARE, RECENT_S, SHARED_SHARE
 from scheduler.silence import stalled_after_s
+from scheduler.speeds import EVEN
 from sgl_ext.membership.member import Member
 from sgl_ext.pin_mirror import PinMirror
 from sgl_ext.wire.peers import Load

@@ -10,7 +10,7 @@ from math import inf, nextafter
 from prometheus_client.core import Metric
 from prometheus_client.registry import Collector
 
-from radix.tier import Tier
+from radix.residency import Tier
 from sgl_ext.balancer.metrics.registry import Metrics, gauges
 from sgl_ext.balancer.routing.worker import DECODE, PREFILL, STATES, Worker, rank_id
 from sgl_ext.membership.member import ADMIN, Member, merge

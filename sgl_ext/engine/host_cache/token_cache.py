@@ -46,8 +46,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from radix.prompt_history import Cut, PromptHistory
-from radix.token_pieces import TokenPieces
+from radix.known_tokens import Cut, PromptHistory, TokenPieces
 from sgl_ext.engine import sglang_api
 from sgl_ext.engine.core.counters import counter
 from sgl_ext.engine.core.request_context import current

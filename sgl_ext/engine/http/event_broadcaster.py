@@ -23,7 +23,7 @@ import zmq.asyncio
 from starlette.types import Receive, Scope, Send
 
 from radix.index import PrefixIndex
-from radix.residency.shared_segments import SharedSegments
+from radix.residency_changes import SharedSegments
 from sgl_ext.engine.core.counters import background_failed, counter
 from sgl_ext.engine.core.folder import address
 from sgl_ext.engine.tiers.segment_notes import MOST_NOTES, NoteReader

@@ -1,6 +1,6 @@
 """In the HTTP process: loads a session's prompt back before the session does, while it runs tools.
 
-The guess of the next turn (`next_turns`) is the prompt, and `scheduler.programs.returns` says when
+The guess of the next turn (`next_turns`) is the prompt, and `scheduler.returns` says when
 the session is expected. The prompt is then a job again: while all of it is in device memory,
 nothing runs; what is in host memory alone is loaded.
 
@@ -27,7 +27,7 @@ import xxhash
 from cachetools import FIFOCache, TTLCache
 
 from scheduler.prefill import GuessHistory
-from scheduler.programs.returns import Return, Returns, UsualGaps
+from scheduler.returns import Return, Returns, UsualGaps
 from sgl_ext.engine.core.counters import counter
 from sgl_ext.engine.core.request_context import Headers, RequestContext, conversation_name, convert
 from sgl_ext.engine.prefill_ahead.prefiller import MOST_JOBS, RETURN, Job, Prefiller

@@ -10,8 +10,7 @@ from typing import Protocol, cast
 
 import zmq
 
-from radix.residency.residency import Residency
-from radix.tier import Tier
+from radix.residency import Residency, Tier
 from scheduler.load_cost import PRIOR
 from sgl_ext.engine.core.counters import counter, gauge
 from sgl_ext.engine.core.folder import address

@@ -32,8 +32,8 @@ from dataclasses import dataclass
 from itertools import takewhile
 from typing import Any, Protocol
 
-from radix.pin import BUDGET, Pin
-from radix.tier import Tier
+from radix.pins import BUDGET, Pin
+from radix.residency import Tier
 from radix.tiered_pins import Moves, TieredPins
 from sgl_ext.engine.core.counters import counter
 from sgl_ext.engine.core.request_context import WHOLE_PROMPT

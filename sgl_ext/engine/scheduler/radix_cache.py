@@ -13,10 +13,9 @@ from operator import add
 from typing import Any, NamedTuple
 
 from radix.computed_ahead import ComputedAhead, Unread
-from radix.residency.host_segments import HostSegments
-from radix.residency.residency import Residency
+from radix.residency import HostSegments, Residency
 from radix.tiered_pins import TieredPins
-from scheduler.eviction_priority import EVICT_FIRST, EvictionPriority, eviction_priority
+from scheduler.preemption import EVICT_FIRST, EvictionPriority, eviction_priority
 from sgl_ext.engine import sglang_api
 from sgl_ext.engine.arguments import in_effect
 from sgl_ext.engine.core.counters import counter
@@ -347,7 +346,7 @@ def _residency(params: CacheInitParams, host: HostSegments | None) -> Residency:
 
 
 class _Core:
-    """The tree core as `radix.residency.residency.Tree`; no method changes it."""
+    """The tree core as `radix.residency.Tree`; no method changes it."""
 
     def __init__(self, core: TreeCore) -> None:
         self._core = core

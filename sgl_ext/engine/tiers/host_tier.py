@@ -24,7 +24,7 @@ from collections import deque
 from collections.abc import Iterable
 from typing import Any, NamedTuple
 
-from radix.tier import Tier
+from radix.residency import Tier
 from scheduler.load_cost import LoadCost
 from sgl_ext.engine import sglang_api
 from sgl_ext.engine.core.counters import counter

@@ -22,7 +22,7 @@ from typing import NamedTuple
 
 import msgspec
 
-from radix.residency.changes import Stored
+from radix.residency_changes import Stored
 from sgl_ext.engine.core.counters import counter
 from sgl_ext.engine.tiers.page_folder import PageFolder, Read, Written
 

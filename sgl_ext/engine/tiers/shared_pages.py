@@ -39,7 +39,7 @@ from weakref import WeakSet
 
 import orjson
 
-from radix.residency.changes import Stored
+from radix.residency_changes import Stored
 from sgl_ext.engine import sglang_api
 from sgl_ext.engine.arguments import in_effect
 from sgl_ext.engine.core.counters import counter, gauge

@@ -11,7 +11,7 @@ import orjson
 import pytest
 from aiohttp import ClientSession, web
 
-from scheduler.placing.placement import Placement, WorkerView
+from scheduler.placement import Placement, WorkerView
 from sgl_ext.balancer.metrics.registry import Metrics
 from sgl_ext.balancer.reporting.activity import Activity
 from sgl_ext.balancer.reporting.ended_request import (

@@ -5,9 +5,8 @@ from collections.abc import Callable
 
 import pytest
 
-from radix.index_memory import MAX_HOLDERS
-from radix.index_view import IndexView, Match
-from radix.shared_index import SharedIndex
+from radix.index import SharedIndex
+from radix.index_memory import MAX_HOLDERS, IndexView, Match
 from sgl_ext.balancer.cluster.group_memory import GroupMemory
 from sgl_ext.balancer.routing.workers import Slots
 

@@ -8,7 +8,7 @@ import orjson
 import pytest
 from aiohttp import ClientSession
 
-from scheduler.placing.placement import Placement
+from scheduler.placement import Placement
 from sgl_ext.balancer.metrics.registry import Metrics
 from sgl_ext.balancer.reporting.cache_turns import CacheTurn, CacheTurns
 from sgl_ext.balancer.routing.attempts import Attempt, RoutingRequest

@@ -10,7 +10,7 @@ import pytest
 from msgspec import structs
 from msgspec.structs import replace
 
-from scheduler import admission_queue
+from scheduler import order
 from sgl_ext.balancer.metrics.registry import band
 from sgl_ext.balancer.routing.admission_queue import HOME_WAIT_S, RESERVE_S, AdmissionQueue
 from sgl_ext.balancer.routing.attempts import NO_ROUTING, Attempt, RoutingRequest
@@ -419,7 +419,7 @@ def test_the_excess_of_a_long_queue_is_rejected_together(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     sizes = []
-    original = admission_queue.in_order
+    original = order.in_order
 
     def counted(waiting: list[Any], *args: Any) -> list[int]:
         sizes.append(len(waiting))
@@ -427,7 +427,7 @@ def test_the_excess_of_a_long_queue_is_rejected_together(
 
     queue = Queue(limit=640)
     queue.fill()
-    monkeypatch.setattr(admission_queue, "in_order", counted)
+    monkeypatch.setattr(order, "in_order", counted)
     routing = queue.read("Hello", system="x")
     requests = [queue.arrive(routing) for _ in range(1000)]
     assert len([size for size in sizes if size > 300]) <= 360 / 10

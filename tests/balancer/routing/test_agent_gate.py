@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from scheduler.programs.working_set import GROWTH
+from scheduler.working_set import GROWTH
 from sgl_ext.balancer.routing.admission_queue import AdmissionQueue
 from sgl_ext.balancer.routing.agent_gate import MOST_COMPARED, AgentGate
 from tests.balancer.routing.test_admission_queue import Queue, QueuedRequest, landed

@@ -12,8 +12,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from scheduler.capacity import Capacity
-from scheduler.placing.placement import DELAY, PlacementRequest, WorkerView, place, score_all
-from scheduler.placing.shortlist import SMALL_FLEET
+from scheduler.placement import DELAY, PlacementRequest, WorkerView, place, score_all
+from scheduler.shortlist import SMALL_FLEET
 from sgl_ext.balancer.routing.attempts import Attempt, RoutingRequest
 from sgl_ext.balancer.routing.candidates import REREAD_S
 from sgl_ext.balancer.routing.explanation import explain

@@ -9,7 +9,7 @@ import pytest
 from msgspec.structs import replace
 from prometheus_client import generate_latest
 
-from scheduler.placing.speeds import EVEN
+from scheduler.speeds import EVEN
 from sgl_ext.balancer.metrics.registry import Metrics
 from sgl_ext.balancer.routing.attempts import Attempt, RoutingRequest
 from sgl_ext.balancer.routing.explanation import explain

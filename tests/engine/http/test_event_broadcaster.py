@@ -12,7 +12,7 @@ from typing import Any
 import orjson
 import pytest
 
-from radix.residency.residency import Residency
+from radix.residency import Residency
 from radix.tiered_pins import TieredPins
 from scheduler.load_cost import PRIOR
 from sgl_ext.engine.core.counters import counter

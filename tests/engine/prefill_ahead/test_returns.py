@@ -9,8 +9,7 @@ from typing import Any
 
 import pytest
 
-from scheduler.programs.gaps import LONGEST_S
-from scheduler.programs.returns import LEAD_S, PRIOR
+from scheduler.returns import LEAD_S, LONGEST_S, PRIOR
 from sgl_ext.engine.core.counters import counter
 from sgl_ext.engine.core.request_context import RequestContext
 from sgl_ext.engine.prefill_ahead import next_turns as module

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from radix.tier import Tier
+from radix.residency import Tier
 from radix.tiered_pins import TieredPins
 from sgl_ext.engine.core.counters import counter
 from sgl_ext.engine.core.request_context import WHOLE_PROMPT

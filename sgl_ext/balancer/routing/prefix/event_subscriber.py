@@ -9,7 +9,7 @@ from http import HTTPStatus
 
 import aiohttp
 
-from radix.tier import Tier
+from radix.residency import Tier
 from sgl_ext.balancer.metrics.registry import Metrics
 from sgl_ext.balancer.routing.prefix.prefix_events import (
     EventStreamBroken,

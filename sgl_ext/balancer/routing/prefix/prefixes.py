@@ -9,11 +9,9 @@ from collections.abc import Callable, Iterator
 import msgspec
 
 from radix.in_flight_prefixes import InFlightPrefix, InFlightPrefixes
-from radix.index import PrefixIndex
-from radix.index_memory import IndexMemory
-from radix.index_view import IndexView
-from radix.shared_index import SharedIndex
-from scheduler.placing.shortlist import bits_of
+from radix.index import PrefixIndex, SharedIndex
+from radix.index_memory import IndexMemory, IndexView
+from scheduler.shortlist import bits_of
 from sgl_ext.balancer.metrics.instruments import Tables
 from sgl_ext.balancer.routing.worker import Worker
 from sgl_ext.reading.segments import Chain

@@ -1,1 +1,0 @@
-"""Which worker takes a request: what it costs on each, and which workers are compared."""

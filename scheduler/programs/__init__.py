@@ -1,1 +1,0 @@
-"""Agents: how long they stay away, what memory they use, and which of them wait for some."""
