@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -10,6 +11,7 @@ from aiohttp import ClientSession, web
 from multidict import CIMultiDict
 
 from sgl_ext.protocols.request_ids import is_valid_id, read_trace
+from sgl_ext.wire.headers import INTERNAL_HEADERS, TENANT_HEADER
 from tests.balancer.conftest import Engine, Start
 
 MESSAGES, CHAT = "/v1/messages", "/v1/chat/completions"
@@ -98,11 +100,21 @@ async def test_a_trace_is_made_where_there_is_no_valid_one(start: Start) -> None
     assert await replaced(client) == {"traceparent": 2.0}
 
 
-async def test_a_client_cannot_name_the_purpose_of_its_request(start: Start) -> None:
+# A balancer without keys has tenants as their proxy states them; the others it sets itself.
+@pytest.mark.parametrize("name", [name for name in INTERNAL_HEADERS if name != TENANT_HEADER])
+@pytest.mark.parametrize("stated", [str.lower, str.title])
+async def test_a_client_cannot_send_what_engines_believe_from_a_balancer(
+    start: Start, name: str, stated: Callable[[str], str]
+) -> None:
+    """Not even as the second of two, or as one that the connection names."""
     engine = Engine("a")
     client = await start(engine)
-    await post(client, CHAT, ("x-sgl-ext-purpose", "warmup"))
-    assert "x-sgl-ext-purpose" not in engine.seen[0][2]
+    forged = (stated(name), "7"), (stated(name), "8")
+    for more in ((), (("connection", f"keep-alive, {name}"),)):
+        answer = await post(client, CHAT, *forged, *more)
+        assert answer.status == 200
+    for _, _, sent in engine.seen:
+        assert not {"7", "8"}.intersection(sent.getall(name, []))
 
 
 async def test_a_retry_has_the_same_id_and_says_that_it_is_one(start: Start) -> None:

@@ -19,16 +19,10 @@ from sgl_ext.engine.core.request_context import convert
 from sgl_ext.engine.http import secret as secret_middleware
 from sgl_ext.engine.http.secret import install, send_secret
 from sgl_ext.settings.secrets import EngineSecret
-from sgl_ext.wire.headers import SECRET_HEADER
+from sgl_ext.wire.headers import INTERNAL_HEADERS, SECRET_HEADER
 
 OLD, NEW = "old-0123456789abcdef", "new-0123456789abcdef"
-INTERNAL = {
-    "x-tenant-id": "team",
-    "x-sgl-ext-cache-group": "g",
-    "x-sgl-ext-owner": "team",
-    "x-sgl-ext-queued-s": "9.5",
-    "x-sgl-ext-window-s": "20",
-}
+INTERNAL = {name: "7" for name in INTERNAL_HEADERS if name != SECRET_HEADER}
 OTHERS = {"x-sgl-ext-session-id": "mine", "x-sgl-ext-priority": "3"}
 
 
@@ -195,7 +189,7 @@ async def test_a_dry_run_of_a_believed_request_is_believed(file: Path) -> None:
     headers = [(name.encode(), value.encode()) for name, value in INTERNAL.items()]
     dry_run = await convert(app, "/generate", headers, {})
     assert dry_run.status == 200
-    assert b'"x-tenant-id":"team"' in dry_run.answer
+    assert b'"x-tenant-id":"7"' in dry_run.answer
     transport = httpx.ASGITransport(app)
     async with httpx.AsyncClient(transport=transport, base_url="http://engine") as stranger:
         assert (await stranger.post("/generate")).status_code == 401
