@@ -29,6 +29,7 @@ from sgl_ext.reading.rewriting import is_object, text_of
 from sgl_ext.reading.usage import with_cache_creation
 
 ABORTED = "The answer was aborted before it was complete."
+_EVENT, _DATA, _END = "event: ", "\ndata: ", "\n\n"
 _FINISH_REASON = '"finish_reason":"'
 _CALL_BLOCK = '"content_block":{"type":"tool_use"'
 _THINKING_BLOCK = '"content_block":{"type":"thinking"'
@@ -136,8 +137,21 @@ async def complete_answer(original: Original, *args: Any, **kw: Any) -> Any:
     return type(answer)(content=document)
 
 
+async def complete_stream(original: Original, *args: Any, **kw: Any) -> AsyncIterator[str]:
+    """Around `AnthropicServing._generate_anthropic_stream`, which yields event after event."""
+    async for event in original(*args, **kw):
+        name, _, data = event.removeprefix(_EVENT).partition(_DATA)
+        if completed := complete_event(_written, data.removesuffix(_END), name):
+            yield completed
+
+
+def _written(data: str, event_type: str) -> str:
+    return f"{_EVENT}{event_type}{_DATA}{data}{_END}"
+
+
 def complete_event(original: Callable[[str, str], str], data: str, event_type: str) -> str:
-    """Around `_wrap_sse_event`, which writes the events of Anthropic's streams."""
+    """An event of a stream, with what SGLang leaves out, and what follows it; "" if it was sent.
+    original: writes an event."""
     context = current()
     if context is None:
         return original(data, event_type)

@@ -1,18 +1,29 @@
 """Every SGLang symbol that the extension changes, in one table, and the check that it did.
 
-SGLang only logs a hook that fails to apply. Here each process of an engine applies the hooks of its
-role, looks at every symbol again, and stops the start if one is not changed. Each process that
-passes acknowledges it, and the main process counts the acknowledgements before it serves.
+    python -m sgl_ext.engine.hooks    prints the table: symbol, process, function, group
+
+SGLang only logs a hook that fails to apply. Here each process of an engine looks for what its hooks
+need, applies them, looks at every symbol again, and stops the start if one is not changed. Each
+process that passes acknowledges it, and the main process counts the acknowledgements before it
+serves.
+
+A hook belongs to a group: a promise of ours, or a fault of SGLang's. Without a needed group no
+engine starts. Another one is off where SGLang has changed what it hooks; the start says so, and
+what clients get instead.
+
+Of a class, a subclass takes the place: SGLang's registry documents that for methods, and one seam
+serves all of them.
 """
 
+import json
 import multiprocessing
 import pkgutil
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from enum import StrEnum
-from functools import partial
+from functools import partial, wraps
 from types import FrameType, ModuleType
-from typing import Any
+from typing import Any, NamedTuple
 
 from sgl_ext.compat import (
     anthropic_answers,
@@ -28,7 +39,7 @@ from sgl_ext.compat import (
     tool_choice,
     window,
 )
-from sgl_ext.engine import http_server, sglang_api, startup
+from sgl_ext.engine import http_server, sglang_api, sglang_check, startup
 from sgl_ext.engine.core import request_names, shared_prefixes
 from sgl_ext.engine.host_cache import chat_templates
 from sgl_ext.engine.http import (
@@ -41,11 +52,16 @@ from sgl_ext.engine.http import (
     translation,
 )
 from sgl_ext.engine.http.secret import send_secret
-from sgl_ext.engine.scheduler import admission, first_token, iteration, nodes, preemption, priority
+from sgl_ext.engine.scheduler import (
+    admission,
+    first_token,
+    iteration,
+    nodes,
+    preemption,
+    priority,
+    slice_gate,
+)
 from sgl_ext.engine.tiers import shared_pages
-
-Hook = tuple[str, Callable[..., Any]]
-"""How a symbol is changed, as SGLang's `HookType` names it, and the function that changes it."""
 
 
 class Role(StrEnum):
@@ -57,34 +73,90 @@ class Role(StrEnum):
     OTHER = "other"
 
 
-def _nested(outer: Callable[..., Any], inner: Callable[..., Any]) -> Callable[..., Any]:
-    """Two hooks around one symbol as one."""
+class Group(NamedTuple):
+    """Hooks that serve one promise, or mend one fault of SGLang's.
 
-    def hook(original: Callable[..., Any], *args: Any, **kw: Any) -> Any:
-        return outer(partial(inner, original), *args, **kw)
+    without: what clients get while it is off; "" if no engine serves without it.
+    """
 
-    return hook
-
-
-def _followed(around: Callable[..., Any], after: Callable[..., Any]) -> Callable[..., Any]:
-    """A hook around a symbol, and one after it that changes what it returns, as one."""
-
-    def hook(original: Callable[..., Any], *args: Any, **kw: Any) -> Any:
-        made = around(original, *args, **kw)
-        after(made, *args, **kw)
-        return made
-
-    return hook
+    name: str
+    without: str = ""
 
 
-def _each(*hooks: Callable[..., None]) -> Callable[..., None]:
-    """Hooks before one symbol as one, in this order."""
+START = Group("start")
+LOG = Group("log of a start", "the log of a start is longer")
+HINTS = Group("strip and hints")
+FIELDS = Group("ranges of fields")
+PINS = Group("pins")
+ORDER = Group("order and preemption")
+EVENTS = Group("events")
+AHEAD = Group("prefill ahead")
+TIERS = Group("tiers")
+SHARED = Group("shared prefixes")
+CACHES = Group("host caches", "each turn tokenizes, converts and copies all of its messages")
+FIRST_TOKEN = Group("first token", "a first token waits until its prompt is stored")
+RENDEZVOUS = Group("rendezvous")
+SAMPLER = Group("sampler")
+SCHEMAS = Group("held schemas", "a grammar leaves a part of some schemas out, and nothing says so")
+CHOICE = Group("tool choice", "a choice of tools changes the prompt, and calls or a schema is lost")
+CALLS = Group("tool calls", "words between calls are lost, and cut calls look whole")
+MESSAGES = Group("answers of messages", "answers of /v1/messages lack stop sequences and usage")
+OPENAI = Group("answers of OpenAI", "metadata of an answer is no text")
+LOGPROBS = Group("log probabilities", "streams of /v1/responses have no log probabilities")
+ERRORS = Group("errors", "errors of /v1/responses have other statuses")
+WINDOW = Group("window", "prompts that memory does not hold are refused in other words")
+TEMPLATES = Group("templates", "messages that the chat template cannot say are lost or refused")
+TRANSLATION = Group("translation", "namespaces and deferral of tools are lost on /v1/responses")
+LAST_CHUNK = Group("last chunk", "what was computed last for a client that left is computed again")
 
-    def hook(*args: Any, **kw: Any) -> None:
-        for each in hooks:
-            each(*args, **kw)
 
-    return hook
+class Part(NamedTuple):
+    """A function of ours at a function of SGLang's: before, around or after it."""
+
+    group: Group
+    function: Callable[..., Any]
+    when: str = "around"
+
+
+def before(group: Group, function: Callable[..., Any]) -> Part:
+    return Part(group, function, "before")
+
+
+def after(group: Group, function: Callable[..., Any]) -> Part:
+    """The function gets what SGLang's returned, and may return something else."""
+    return Part(group, function, "after")
+
+
+def around(group: Group, function: Callable[..., Any]) -> Part:
+    """The function gets SGLang's, and calls it."""
+    return Part(group, function)
+
+
+class Seam(NamedTuple):
+    """How a symbol is changed, as SGLang's `HookType` names it.
+
+    parts: of a function, the outermost first. methods: of a class, the parts of each method.
+    """
+
+    kind: str
+    parts: tuple[Part, ...] = ()
+    methods: Mapping[str, tuple[Part, ...]] = {}
+
+    def places(self) -> Iterator[tuple[str, Part]]:
+        """Each part with the name of its method, "" for a function."""
+        yield from (("", part) for part in self.parts)
+        yield from ((name, part) for name, parts in self.methods.items() for part in parts)
+
+    def without(self, off: Collection[Group]) -> "Seam | None":
+        """The seam without the parts of these groups; None if nothing is left."""
+        methods = {name: _kept(parts, off) for name, parts in self.methods.items()}
+        methods = {name: parts for name, parts in methods.items() if parts}
+        left = Seam(self.kind, _kept(self.parts, off), methods)
+        return left if left.parts or left.methods else None
+
+
+def _kept(parts: tuple[Part, ...], off: Collection[Group]) -> tuple[Part, ...]:
+    return tuple(part for part in parts if part.group not in off)
 
 
 _MANAGERS = "sglang.srt.managers"
@@ -95,10 +167,8 @@ _STREAMER = f"{_MANAGERS}.scheduler_components.output_streamer.SchedulerOutputSt
 _UPDATER = f"{_MANAGERS}.scheduler_components.weight_updater.SchedulerWeightUpdaterManager"
 _TOKENIZER = f"{_MANAGERS}.tokenizer_manager.TokenizerManager"
 _GENERATION = f"{_MANAGERS}.io_struct.GenerateReqInput"
-_EMBEDDING = f"{_MANAGERS}.io_struct.EmbeddingReqInput"
 _ENTRY = "sglang.srt.entrypoints"
-_ANTHROPIC = f"{_ENTRY}.anthropic.serving"
-_MESSAGES = f"{_ANTHROPIC}.AnthropicServing"
+_MESSAGES = f"{_ENTRY}.anthropic.serving.AnthropicServing"
 _OPENAI = f"{_ENTRY}.openai"
 _PROTOCOL = f"{_OPENAI}.protocol"
 _MESSAGE = f"{_PROTOCOL}.ChatCompletionMessage"
@@ -107,155 +177,211 @@ _RESPONSES = f"{_OPENAI}.serving_responses.OpenAIServingResponses"
 _CALLS = "sglang.srt.function_call"
 _PARSER = f"{_CALLS}.function_call_parser.FunctionCallParser"
 _DETECTOR = f"{_CALLS}.base_format_detector.BaseFormatDetector"
-_VERSIONS = "build_endpoint_weight_version_metadata"
+_VERSIONS = "sglang.srt.utils.weight_versions"
 _RECIPE = "sglang.srt.parser.deepseek_recipe_renderer"
 _TOKENIZERS = "transformers.tokenization_utils_base"
 _TEMPLATES = "transformers.utils.chat_template_utils"
+_KEY = "sglang.srt.mem_cache.radix_cache.RadixKey"
+_GRAMMARS = "sglang.srt.constrained.base_grammar_backend"
 
-_MAIN_HOOKS: dict[str, Hook] = {
+_CHAT_METHODS = {
+    "_convert_to_internal_request": (around(PINS, pin_placement.place_pins),),
+    "_process_messages": (
+        around(CHOICE, tool_choice.hold_choice),
+        around(TEMPLATES, templates.place_instructions),
+    ),
+    "_apply_jinja_template": (
+        around(FIELDS, field_ranges.check_variables),
+        around(CHOICE, tool_choice.keep_tools),
+        around(HINTS, rendering.leave_deferred_out),
+        around(PINS, rendering.expect_text),
+    ),
+    "_render_and_encode_chat_template": (
+        around(TEMPLATES, templates.fit_messages),
+        around(PINS, rendering.render_only),
+    ),
+    "_encode_messages": (around(PINS, rendering.render_tokens),),
+    "_resolve_inline_system_support": (around(TEMPLATES, templates.leave_instructions),),
+    "supports_native_reasoning_history": (around(TEMPLATES, templates.takes_thinking),),
+    "_effective_tools": (around(CACHES, cache_hooks.find_tools),),
+    "_get_history_tool_calls_cnt": (around(CACHES, cache_hooks.count_calls),),
+    "_generate_chat_stream": (around(MESSAGES, anthropic_answers.watch_stream),),
+    "_process_tool_call_stream": (around(CALLS, tool_calls.stream_in_order),),
+    "_process_tool_calls": (around(CALLS, tool_calls.process_whole),),
+    "_check_for_unstreamed_tool_args": (around(CALLS, tool_calls.add_no_end),),
+}
+_MAIN_SEAMS: dict[str, Seam] = {
     # The start and the server
-    "sglang.srt.server_args.prepare_server_args": ("AFTER", startup.check_arguments),
-    f"{_ENTRY}.engine.Engine._launch_subprocesses": ("AFTER", startup.await_acknowledgements),
-    f"{_ENTRY}.engine._server_args_for_logging": ("AFTER", startup.changed_args),
-    f"{_ENTRY}.engine.resolve_auto_parsers": ("AROUND", startup.report_parsers),
-    f"{_ENTRY}.http_server._freeze_gc_after_server_warmup": ("BEFORE", startup.await_listening),
-    f"{_ENTRY}.http_server._setup_and_run_http_server": ("BEFORE", http_server.extend),
-    "uvicorn.server.Server.shutdown": ("BEFORE", http_server.end_streams),
-    f"{_TOKENIZER}.sigterm_watchdog": ("AROUND", http_server.await_sigterm),
-    "requests.sessions.Session.request": ("AROUND", send_secret),
+    "sglang.srt.server_args.prepare_server_args": Seam(
+        "AFTER", (after(START, startup.check_arguments),)
+    ),
+    f"{_ENTRY}.engine.Engine._launch_subprocesses": Seam(
+        "AFTER", (after(START, startup.await_acknowledgements),)
+    ),
+    f"{_ENTRY}.engine._server_args_for_logging": Seam("AFTER", (after(LOG, startup.changed_args),)),
+    f"{_ENTRY}.engine.resolve_auto_parsers": Seam("AROUND", (around(LOG, startup.report_parsers),)),
+    f"{_ENTRY}.http_server._setup_and_run_http_server": Seam(
+        "BEFORE", (before(START, http_server.extend),)
+    ),
+    "uvicorn.server.Server.shutdown": Seam("BEFORE", (before(START, http_server.end_streams),)),
+    "requests.sessions.Session.request": Seam("AROUND", (around(START, send_secret),)),
     # Requests
-    f"{_ENTRY}.http_server.ORJSONRequest.json": ("AROUND", request_hook.read_body),
-    f"{_TOKENIZER}.generate_request": (
-        "BEFORE",
-        _each(text_logprobs.ask, generation_hook.send_hints),
+    f"{_ENTRY}.http_server.ORJSONRequest.json": Seam(
+        "AROUND", (around(HINTS, request_hook.read_body),)
     ),
-    f"{_GENERATION}.regenerate_rid": ("AROUND", request_names.keep_id),
-    f"{_GENERATION}.normalize_batch_and_arguments": ("BEFORE", field_ranges.check_batch),
-    f"{_EMBEDDING}.normalize_batch_and_arguments": ("BEFORE", field_ranges.check_batch),
-    f"{_TOKENIZER}._validate_one_request": (
-        "BEFORE",
-        _each(
-            window.check_length,
-            field_ranges.take,
-            field_ranges.check_prompt,
-            held_schemas.check_sent,
-        ),
+    _TOKENIZER: Seam(
+        "REPLACE",
+        methods={
+            "generate_request": (
+                before(LOGPROBS, text_logprobs.ask),
+                before(HINTS, generation_hook.send_hints),
+                before(FIELDS, field_ranges.check_batch),
+            ),
+            "_validate_one_request": (
+                before(WINDOW, window.check_length),
+                before(FIELDS, field_ranges.take),
+                before(FIELDS, field_ranges.check_prompt),
+                before(SCHEMAS, held_schemas.check_sent),
+            ),
+            "_create_tokenized_object": (
+                after(SHARED, shared_prefixes.share),
+                around(FIELDS, field_ranges.check_sent),
+            ),
+            "_handle_abort_finish_reason": (around(ERRORS, errors.note_abort),),
+            "sigterm_watchdog": (around(START, http_server.await_sigterm),),
+        },
     ),
-    f"{_TOKENIZER}._create_tokenized_object": ("AROUND", field_ranges.check_sent),
-    f"{_CHAT}._convert_to_internal_request": ("AROUND", pin_placement.place_pins),
-    f"{_CHAT}._apply_jinja_template": (
+    f"{_GENERATION}.regenerate_rid": Seam("AROUND", (around(HINTS, request_names.keep_id),)),
+    _CHAT: Seam("REPLACE", methods=_CHAT_METHODS),
+    _RESPONSES: Seam(
+        "REPLACE",
+        methods=_CHAT_METHODS
+        | {
+            "create_responses": (
+                around(LOGPROBS, text_logprobs.allow_in_stream),
+                around(TRANSLATION, translation.name_namespaces),
+            ),
+            "_make_request": (around(PINS, pin_placement.place_pins_of_response),),
+            "_response_tools_to_chat_tools": (around(TRANSLATION, translation.keep_deferral),),
+            "responses_full_generator": (
+                around(ERRORS, errors.note_failure),
+                around(LOGPROBS, text_logprobs.complete_response),
+            ),
+            "responses_stream_generator_non_harmony": (
+                around(LOGPROBS, text_logprobs.stream_response),
+                around(CALLS, tool_calls.stream_response),
+            ),
+            "_make_response_output_items": (around(CALLS, tool_calls.order_items),),
+        },
+    ),
+    _MESSAGES: Seam(
+        "REPLACE",
+        methods={
+            "_convert_to_chat_completion_request": (around(CACHES, translation.convert_messages),),
+            "_handle_non_streaming": (around(MESSAGES, anthropic_answers.complete_answer),),
+            "_convert_response": (around(MESSAGES, anthropic_answers.note_finish_reason),),
+            "_generate_anthropic_stream": (around(MESSAGES, anthropic_answers.complete_stream),),
+        },
+    ),
+    f"{_PROTOCOL}.ChatCompletionRequest.to_sampling_params": Seam(
+        "AROUND", (around(CHOICE, tool_choice.join_schema),)
+    ),
+    f"{_PROTOCOL}.ResponsesRequest.to_sampling_params": Seam(
         "AROUND",
-        _nested(
-            field_ranges.check_variables,
-            _nested(tool_choice.keep_tools, rendering.leave_deferred_out),
-        ),
-    ),
-    f"{_CHAT}._render_and_encode_chat_template": (
-        "AROUND",
-        _nested(templates.fit_messages, rendering.render_only),
-    ),
-    f"{_CHAT}._resolve_inline_system_support": ("AROUND", templates.leave_instructions),
-    f"{_CHAT}.supports_native_reasoning_history": ("AROUND", templates.takes_thinking),
-    f"{_CHAT}._encode_messages": ("AROUND", rendering.render_tokens),
-    f"{_OPENAI}.encoding_dsv32.encode_messages": ("AROUND", rendering.note_text),
-    f"{_CHAT}._process_messages": (
-        "AROUND",
-        _nested(tool_choice.hold_choice, templates.place_instructions),
-    ),
-    f"{_PARSER}.get_structure_constraint": ("AROUND", tool_choice.constrain_calls),
-    f"{_MESSAGES}._convert_to_chat_completion_request": ("AROUND", translation.convert_messages),
-    f"{_RESPONSES}._make_request": ("AROUND", pin_placement.place_pins_of_response),
-    f"{_RESPONSES}.create_responses": (
-        "AROUND",
-        _nested(text_logprobs.allow_in_stream, translation.name_namespaces),
-    ),
-    f"{_RESPONSES}._response_tools_to_chat_tools": ("AROUND", translation.keep_deferral),
-    f"{_PROTOCOL}.ChatCompletionRequest.to_sampling_params": ("AROUND", tool_choice.join_schema),
-    f"{_PROTOCOL}.ResponsesRequest.to_sampling_params": (
-        "AROUND",
-        _nested(translation.keep_budget, tool_choice.join_schema),
+        (around(TRANSLATION, translation.keep_budget), around(CHOICE, tool_choice.join_schema)),
     ),
     # Caches
-    f"{_OPENAI}.serving_chat.parallel_prompt_encode": ("AROUND", cache_hooks.encode_prompt),
-    f"{_OPENAI}.serving_chat.encode_prompt_segments": ("AROUND", cache_hooks.encode_segments),
-    f"{_TOKENIZERS}.PreTrainedTokenizerBase.encode": ("AROUND", cache_hooks.encode_text),
-    f"{_RECIPE}.DeepSeekRecipe.__init__": ("AFTER", cache_hooks.use_pieces),
-    "jsonschema.Draft202012Validator.check_schema": ("AROUND", cache_hooks.check_schema),
-    f"{_MESSAGE}GenericParam.model_dump": ("AROUND", cache_hooks.dump_message),
-    f"{_MESSAGE}UserParam.model_dump": ("AROUND", cache_hooks.dump_message),
-    f"{_CHAT}._effective_tools": ("AROUND", cache_hooks.find_tools),
-    f"{_CHAT}._get_history_tool_calls_cnt": ("AROUND", cache_hooks.count_calls),
-    f"{_TEMPLATES}._compile_jinja_template": ("AROUND", chat_templates.compile_template),
+    f"{_OPENAI}.serving_chat.parallel_prompt_encode": Seam(
+        "AROUND", (around(CACHES, cache_hooks.encode_prompt),)
+    ),
+    f"{_OPENAI}.serving_chat.encode_prompt_segments": Seam(
+        "AROUND", (around(CACHES, cache_hooks.encode_segments),)
+    ),
+    f"{_TOKENIZERS}.PreTrainedTokenizerBase.encode": Seam(
+        "AROUND", (around(CACHES, cache_hooks.encode_text),)
+    ),
+    f"{_RECIPE}.DeepSeekRecipe.__init__": Seam("AFTER", (after(CACHES, cache_hooks.use_pieces),)),
+    "jsonschema.Draft202012Validator.check_schema": Seam(
+        "AROUND", (around(CACHES, cache_hooks.check_schema),)
+    ),
+    f"{_MESSAGE}GenericParam.model_dump": Seam(
+        "AROUND", (around(CACHES, cache_hooks.dump_message),)
+    ),
+    f"{_MESSAGE}UserParam.model_dump": Seam("AROUND", (around(CACHES, cache_hooks.dump_message),)),
+    f"{_TEMPLATES}._compile_jinja_template": Seam(
+        "AROUND", (around(CACHES, chat_templates.compile_template),)
+    ),
     # Answers
-    f"{_MESSAGES}._handle_non_streaming": ("AROUND", anthropic_answers.complete_answer),
-    f"{_ANTHROPIC}._wrap_sse_event": ("AROUND", anthropic_answers.complete_event),
-    f"{_MESSAGES}._convert_response": ("AROUND", anthropic_answers.note_finish_reason),
-    f"{_CHAT}._generate_chat_stream": ("AROUND", anthropic_answers.watch_stream),
-    f"{_TOKENIZER}._handle_abort_finish_reason": ("AROUND", errors.note_abort),
-    f"{_RESPONSES}.responses_full_generator": (
-        "AROUND",
-        _nested(errors.note_failure, text_logprobs.complete_response),
+    _PARSER: Seam(
+        "REPLACE",
+        methods={
+            "get_structure_constraint": (around(CHOICE, tool_choice.constrain_calls),),
+            "parse_stream_chunk": (around(CALLS, tool_calls.hold_space),),
+            "parse_stream_end": (around(CALLS, tool_calls.release_space),),
+            "parse_non_stream": (around(CALLS, tool_calls.parse_whole),),
+            "has_tool_call": (around(CALLS, tool_calls.has_call),),
+        },
     ),
-    f"{_RESPONSES}.responses_stream_generator_non_harmony": (
-        "AROUND",
-        _nested(text_logprobs.stream_response, tool_calls.stream_response),
+    f"{_DETECTOR}.parse_streaming_increment": Seam(
+        "AROUND", (around(CALLS, tool_calls.parse_chunk),)
     ),
-    f"{_OPENAI}.serving_chat.{_VERSIONS}": ("AROUND", openai_answers.text_metadata),
-    f"{_OPENAI}.serving_completions.{_VERSIONS}": ("AROUND", openai_answers.text_metadata),
-    f"{_DETECTOR}.parse_streaming_increment": ("AROUND", tool_calls.parse_chunk),
-    f"{_PARSER}.parse_stream_chunk": ("AROUND", tool_calls.hold_space),
-    f"{_PARSER}.parse_stream_end": ("AROUND", tool_calls.release_space),
-    f"{_PARSER}.parse_non_stream": ("AROUND", tool_calls.parse_whole),
-    f"{_PARSER}.has_tool_call": ("AROUND", tool_calls.has_call),
-    f"{_CHAT}._process_tool_call_stream": ("AROUND", tool_calls.stream_in_order),
-    f"{_CHAT}._process_tool_calls": ("AROUND", tool_calls.process_whole),
-    f"{_CHAT}._check_for_unstreamed_tool_args": ("AROUND", tool_calls.add_no_end),
-    f"{_RESPONSES}._make_response_output_items": ("AROUND", tool_calls.order_items),
+    f"{_VERSIONS}.build_endpoint_weight_version_metadata": Seam(
+        "AROUND", (around(OPENAI, openai_answers.text_metadata),)
+    ),
 }
-_SCHEDULER_HOOKS: dict[str, Hook] = {
-    f"{_SCHEDULER}.init_all_cuda_graphs": ("AFTER", startup.freeze_again),
-    f"{_SCHEDULER}.get_next_batch_to_run": ("AFTER", iteration.note_plan),
-    f"{_SCHEDULER}.get_next_disagg_prefill_batch_to_run": ("AFTER", iteration.note_plan),
-    f"{_SCHEDULER}.get_next_disagg_decode_batch_to_run": ("AFTER", iteration.note_plan),
-    f"{_SCHEDULER}._poll_timeout_aborts": ("AFTER", iteration.send_orders),
-    f"{_SCHEDULER}.process_pending_chunked_abort": ("BEFORE", last_chunk.keep_last_chunk),
-    f"{_SCHEDULER}.process_input_requests": ("AROUND", iteration.take_orders),
-    f"{_SCHEDULER}.process_batch_result": (
-        "AROUND",
-        _nested(iteration.publish_events, first_token.send_output_first),
+_SCHEDULER_SEAMS: dict[str, Seam] = {
+    _SCHEDULER: Seam(
+        "REPLACE",
+        methods={
+            "init_all_cuda_graphs": (after(START, startup.freeze_again),),
+            "get_next_batch_to_run": (after(EVENTS, iteration.note_plan),),
+            "get_next_disagg_prefill_batch_to_run": (after(EVENTS, iteration.note_plan),),
+            "get_next_disagg_decode_batch_to_run": (after(EVENTS, iteration.note_plan),),
+            "_poll_timeout_aborts": (after(PINS, iteration.send_orders),),
+            "process_input_requests": (
+                around(PINS, iteration.take_orders),
+                around(AHEAD, slice_gate.take_slices),
+            ),
+            "process_pending_chunked_abort": (before(LAST_CHUNK, last_chunk.keep_last_chunk),),
+            "process_batch_result": (
+                around(EVENTS, iteration.publish_events),
+                around(FIRST_TOKEN, first_token.send_output_first),
+            ),
+            "publish_load_snapshot": (around(FIRST_TOKEN, first_token.publish_load_later),),
+            "_should_defer_prefill": (around(ORDER, priority.defer_vain_try),),
+            "can_schedule_lora_req": (around(ORDER, admission.count_admitted),),
+        },
     ),
-    f"{_SCHEDULER}.publish_load_snapshot": ("AROUND", first_token.publish_load_later),
-    f"{_STREAMER}.stream_output": ("AFTER", first_token.after_output),
-    f"{_SCHEDULER}._should_defer_prefill": ("AROUND", priority.defer_vain_try),
-    f"{_SAMPLING}._apply_post_grammar_logits_transforms": ("AFTER", sampler.allow_some_token),
-    "sglang.srt.constrained.base_grammar_backend.BaseGrammarBackend.set_cache": (
-        "AFTER",
-        sampler.forget_grammars,
+    f"{_POLICY}.PrefillAdder": Seam(
+        "REPLACE",
+        methods={
+            "preempt_to_schedule": (around(ORDER, preemption.preempt_for_slot),),
+            "add_one_req": (around(PINS, admission.add_one),),
+            "add_chunked_req": (around(PINS, admission.add_chunk),),
+        },
     ),
-    f"{_SCHEDULER}.can_schedule_lora_req": ("AROUND", admission.count_admitted),
-    f"{_UPDATER}.flush_cache_after_weight_update": ("BEFORE", shared_pages.retire),
-    f"{_POLICY}.SchedulePolicy.calc_priority": ("AROUND", priority.order_queue),
-    f"{_POLICY}.PrefillAdder.preempt_to_schedule": ("AROUND", preemption.preempt_for_slot),
-    f"{_POLICY}.PrefillAdder.add_one_req": ("AROUND", admission.add_one),
-    f"{_POLICY}.PrefillAdder.add_chunked_req": ("AROUND", admission.add_chunk),
-    "sglang.srt.distributed.bootstrap.init_parallel_runtime": ("AFTER", nodes.agree_with_nodes),
-    "torch.distributed.rendezvous._create_c10d_store": ("AROUND", rendezvous.listen_on_loopback),
+    f"{_POLICY}.SchedulePolicy.calc_priority": Seam(
+        "AROUND", (around(ORDER, priority.order_queue),)
+    ),
+    f"{_STREAMER}.stream_output": Seam("AFTER", (after(FIRST_TOKEN, first_token.after_output),)),
+    f"{_UPDATER}.flush_cache_after_weight_update": Seam(
+        "BEFORE", (before(TIERS, shared_pages.retire),)
+    ),
+    f"{_KEY}.__init__": Seam("AROUND", (around(SHARED, shared_prefixes.make_key),)),
+    f"{_SAMPLING}._apply_post_grammar_logits_transforms": Seam(
+        "AFTER", (after(SAMPLER, sampler.allow_some_token),)
+    ),
+    f"{_GRAMMARS}.BaseGrammarBackend.set_cache": Seam(
+        "AFTER", (after(SAMPLER, sampler.forget_grammars),)
+    ),
+    "sglang.srt.distributed.bootstrap.init_parallel_runtime": Seam(
+        "AFTER", (after(START, nodes.agree_with_nodes),)
+    ),
+    "torch.distributed.rendezvous._create_c10d_store": Seam(
+        "AROUND", (around(RENDEZVOUS, rendezvous.listen_on_loopback),)
+    ),
 }
-HOOKS = {Role.MAIN: _MAIN_HOOKS, Role.SCHEDULER: _SCHEDULER_HOOKS}
-
-SHARING_HOOKS: dict[Role, dict[str, Hook]] = {
-    Role.MAIN: {
-        f"{_TOKENIZER}._create_tokenized_object": (
-            "AROUND",
-            _followed(field_ranges.check_sent, shared_prefixes.share),
-        )
-    },
-    Role.SCHEDULER: {
-        "sglang.srt.mem_cache.radix_cache.RadixKey.__init__": ("AROUND", shared_prefixes.make_key)
-    },
-}
-"""Further hooks of an engine whose cache groups share prefixes. Others go without: keys are made
-often."""
+SEAMS = {Role.MAIN: _MAIN_SEAMS, Role.SCHEDULER: _SCHEDULER_SEAMS}
 
 _ENTRY_POINTS = {
     "run_scheduler_process": Role.SCHEDULER,
@@ -274,16 +400,120 @@ def current_role() -> Role:
     return Role.MAIN if multiprocessing.parent_process() is None else Role.OTHER
 
 
-def apply_hooks(role: Role, hooks: Mapping[str, Hook]) -> None:
-    """Applies hooks through SGLang's registry. Raises RuntimeError naming every symbol that did not
+def changed(
+    seams: Mapping[str, Seam], tested: Mapping[str, str] | None = None
+) -> dict[Group, list[str]]:
+    """The groups that the installed SGLang has changed, with what it lacks or takes. Raises
+    RuntimeError if no engine serves without one of them.
+
+    tested: the signature of each function of SGLang's that was tested, by default those of the
+        version that is supported.
+    """
+    tested = sglang_check.tested_signatures() if tested is None else tested
+    lacking: dict[Group, list[str]] = {}
+    for symbol, seam in seams.items():
+        for method, part in seam.places():
+            path = f"{symbol}.{method}" if method else symbol
+            if problem := sglang_check.unlike(path, tested.get(path)):
+                lacking.setdefault(part.group, []).append(f"{path} {problem}")
+    if needed := [group for group in lacking if not group.without]:
+        problems = "; ".join(f"{group.name}: {', '.join(lacking[group])}" for group in needed)
+        raise RuntimeError(f"what no engine serves without has changed: {problems}")
+    return lacking
+
+
+def used_seams(role: Role, *, shares_prefixes: bool) -> dict[str, Seam]:
+    """The seams of a process. The main process looks at those of all processes, and notes for all
+    which groups are off. Raises RuntimeError if a needed group is."""
+    unused = () if shares_prefixes else (SHARED,)  # keys are made often
+    if role is Role.MAIN:
+        sglang_check.note_off(
+            {
+                group.name: f"SGLang's {', '.join(problems)}: {group.without}"
+                for group, problems in changed(dict(_all_seams())).items()
+            }
+        )
+    off = sglang_check.groups_off()
+    left = {
+        symbol: seam.without([*unused, *(group for group in groups() if group.name in off)])
+        for symbol, seam in SEAMS.get(role, {}).items()
+    }
+    return {symbol: seam for symbol, seam in left.items() if seam is not None}
+
+
+def groups() -> frozenset[Group]:
+    """Every group."""
+    return frozenset(part.group for _, seam in _all_seams() for _, part in seam.places())
+
+
+def apply_hooks(role: Role, seams: Mapping[str, Seam]) -> None:
+    """Applies seams through SGLang's registry. Raises RuntimeError naming every symbol that did not
     change."""
-    registry = sglang_api.HookRegistry
-    for symbol, (kind, function) in hooks.items():
-        registry.register(symbol, function, sglang_api.HookType[kind])
+    registry, classes = sglang_api.HookRegistry, dict[str, type]()
+    for symbol, seam in seams.items():
+        if seam.methods:
+            classes[symbol] = _subclass(pkgutil.resolve_name(symbol), seam.methods)
+        function = classes.get(symbol) or _joined(seam)
+        registry.register(symbol, function, sglang_api.HookType[seam.kind])
     _apply_at_once(registry)
-    missing = [symbol for symbol in hooks if not _is_hooked(symbol)]
+    missing = [symbol for symbol in seams if not _is_hooked(symbol, classes.get(symbol))]
     if missing:
         raise RuntimeError(f"these hooks did not apply in the {role} process: {', '.join(missing)}")
+
+
+def _subclass(base: type, methods: Mapping[str, tuple[Part, ...]]) -> type:
+    """A class in place of `base`, in which our functions are before, around and after methods."""
+    own: dict[str, Any] = {name: getattr(base, name) for name in ("__doc__", "__module__")}
+    own |= {name: with_parts(getattr(base, name), parts) for name, parts in methods.items()}
+    made: type = type(base)(base.__name__, (base,), own | {"__qualname__": base.__qualname__})
+    return made
+
+
+def with_parts(original: Callable[..., Any], parts: Sequence[Part]) -> Callable[..., Any]:
+    """A function of SGLang's with ours before, around and after it."""
+    made = original
+    for part in reversed(parts):
+        made = _with(made, part)
+    return made
+
+
+def _with(inner: Callable[..., Any], part: Part) -> Callable[..., Any]:
+    """A function with one of ours before, around or after it."""
+    function = part.function
+
+    @wraps(inner)
+    def run_around(*args: Any, **kw: Any) -> Any:
+        return function(inner, *args, **kw)
+
+    @wraps(inner)
+    def run_before(*args: Any, **kw: Any) -> Any:
+        function(*args, **kw)
+        return inner(*args, **kw)
+
+    @wraps(inner)
+    def run_after(*args: Any, **kw: Any) -> Any:
+        made = inner(*args, **kw)
+        other = function(made, *args, **kw)
+        return made if other is None else other
+
+    return {"around": run_around, "before": run_before, "after": run_after}[part.when]
+
+
+def _joined(seam: Seam) -> Callable[..., Any]:
+    """The functions of a seam as one, as the registry takes it. Only hooks around a function may
+    be several."""
+    *outer, last = (part.function for part in seam.parts)
+    assert not outer or seam.kind == "AROUND", "several before or after a function"
+    for function in reversed(outer):
+        last = _nested(function, last)
+    return last
+
+
+def _nested(outer: Callable[..., Any], inner: Callable[..., Any]) -> Callable[..., Any]:
+    def hook(original: Callable[..., Any], *args: Any, **kw: Any) -> Any:
+        return outer(partial(inner, original), *args, **kw)
+
+    return hook
 
 
 def _apply_at_once(registry: Any) -> None:
@@ -310,10 +540,46 @@ def _apply_at_once(registry: Any) -> None:
                     setattr(found, name, changed[id(value)][1])
 
 
-def _is_hooked(symbol: str) -> bool:
-    """Whether `symbol` now is a wrapper that the registry made."""
+def _is_hooked(symbol: str, made: type | None) -> bool:
+    """Whether `symbol` now is a wrapper that the registry made, or the class that was made."""
     try:
         found = pkgutil.resolve_name(symbol)
     except (ImportError, AttributeError):
         return False
-    return symbol in sglang_api.HookRegistry._patched and hasattr(found, "__wrapped__")
+    is_ours = hasattr(found, "__wrapped__") if made is None else found is made
+    return symbol in sglang_api.HookRegistry._patched and is_ours
+
+
+def rows() -> Iterator[tuple[str, str, str, str, str]]:
+    """Of every hook: process, symbol, when our function runs, the function, and its group."""
+    for role in Role:
+        for symbol, seam in SEAMS.get(role, {}).items():
+            for method, part in seam.places():
+                path = f"{symbol}.{method}" if method else symbol
+                module = part.function.__module__.removeprefix("sgl_ext.")
+                yield role, path, part.when, f"{module}.{part.function.__name__}", part.group.name
+
+
+def main(argv: Sequence[str]) -> None:
+    """Prints every hook and every group; with --signatures, what `signatures.json` has of the
+    installed SGLang."""
+    if "--signatures" in argv:
+        paths = sorted({path for _, path, *_ in rows() if path.startswith("sglang.")})
+        print(json.dumps(sglang_check.signatures_of(paths), indent=1))
+        return
+    for row in rows():
+        print("  ".join(row))
+    for group in sorted(groups()):
+        print(f"{group.name}: " + (f"may be off: {group.without}" if group.without else "needed"))
+    for role, seams in SEAMS.items():
+        functions = sum(1 for seam in seams.values() for _ in seam.places())
+        print(f"{role}: {len(seams)} hooks, {functions} functions")
+
+
+def _all_seams() -> Iterator[tuple[str, Seam]]:
+    for seams in SEAMS.values():
+        yield from seams.items()
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

@@ -12,7 +12,7 @@ from sgl_ext.compat import errors, window
 from sgl_ext.compat.errors import EngineError
 from sgl_ext.compat.openai_answers import ChoicesMiddleware
 from sgl_ext.compat.templates import log_template, template_route
-from sgl_ext.engine import sglang_api, topology
+from sgl_ext.engine import sglang_api, sglang_check, topology
 from sgl_ext.engine.arguments import caches, in_effect
 from sgl_ext.engine.core.counters import background_failed, counter
 from sgl_ext.engine.core.folder import Outbox
@@ -51,7 +51,8 @@ def extend(server_args: ServerArgs, *_: Any, **__: Any) -> None:
     ranks = caches(args)
     extension = HttpExtension(EngineSettings.from_environment(), ranks)
     install(extension)
-    extension.degraded = topology.features(topology.degraded(topology.facts_of(server_args)))
+    less = topology.features(topology.degraded(topology.facts_of(server_args)))
+    extension.degraded = (*less, *sglang_check.groups_off())
     app.add_middleware(AnswerMiddleware, extension=extension)
     app.add_middleware(CacheWritesMiddleware)
     app.add_middleware(ChoicesMiddleware)

@@ -37,7 +37,7 @@ def require_active() -> None:
 def _activate() -> None:
     from sgl_ext.compat import tool_calls
     from sgl_ext.engine.core.folder import acknowledge, open_folder
-    from sgl_ext.engine.hooks import HOOKS, SHARING_HOOKS, Role, apply_hooks, current_role
+    from sgl_ext.engine.hooks import Role, apply_hooks, current_role, used_seams
     from sgl_ext.engine.startup import check_environment
     from sgl_ext.engine.topology import CACHE_BACKEND
     from sgl_ext.settings.schema import EngineSettings
@@ -53,10 +53,8 @@ def _activate() -> None:
 
         use_linear_regex(sglang_api.Req, sys.modules[sglang_api.Req.__module__])
         sglang_api.register_radix_cache_backend(CACHE_BACKEND, make_cache)
-    hooks = HOOKS.get(role, {})
-    if EngineSettings.from_environment().shared_prefixes:
-        hooks = hooks | SHARING_HOOKS.get(role, {})
-    apply_hooks(role, hooks)
+    settings = EngineSettings.from_environment()
+    apply_hooks(role, used_seams(role, shares_prefixes=bool(settings.shared_prefixes)))
     if role is Role.MAIN:
         sglang_check.verify(sglang_api.HTTP_PROCESS, [sglang_http_types], tool_calls.VARIABLES)
     if role is Role.SCHEDULER:

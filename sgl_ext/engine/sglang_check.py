@@ -1,15 +1,21 @@
 """Verifies at a start that SGLang has every symbol and attribute that the extension uses.
 
-Hooks verify themselves (`sgl_ext.engine.hooks`). This is about what the extension calls and reads.
+`missing` is about what the extension calls and reads, `unlike` about what it hooks.
 """
 
 import dis
+import json
+import os
 import pkgutil
-from collections.abc import Iterable, Iterator
-from inspect import unwrap
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from inspect import signature, unwrap
 from itertools import pairwise
+from pathlib import Path
 from types import CodeType, FunctionType, ModuleType
 from typing import Any
+
+_OFF = "SGLEXT_HOOKS_OFF"
+_SIGNATURES = Path(__file__).with_name("signatures.json")
 
 
 def verify(
@@ -59,6 +65,58 @@ def declared(module: ModuleType) -> Iterator[tuple[str, list[str]]]:
 def _is_attribute(name: str, value: Any) -> bool:
     is_ours = name.startswith(("__", "_abc_", "_is_"))
     return isinstance(value, (FunctionType, property)) and not is_ours
+
+
+def unlike(path: str, tested: str | None) -> str | None:
+    """How a function differs from the one that was tested; None if it does not.
+
+    tested: its `signature_of` then; None if any will do.
+    """
+    found = _resolved(path)
+    if found is None:
+        return "is missing"
+    if tested is None or (given := signature_of(found)) == tested:
+        return None
+    return f"takes {given}, not {tested}"
+
+
+def tested_signatures() -> dict[str, str]:
+    """Those of the version of SGLang that was tested."""
+    found: dict[str, str] = json.loads(_SIGNATURES.read_text())
+    return found
+
+
+def signatures_of(paths: Iterable[str]) -> dict[str, str]:
+    """Those of the installed SGLang."""
+    return {path: signature_of(_resolved(path)) for path in paths}
+
+
+def signature_of(function: Callable[..., Any]) -> str:
+    """A function's parameters without their types; one with a default ends with "="."""
+    found = signature(function)
+    bare = [
+        one.replace(annotation=one.empty, default=one.empty if one.default is one.empty else _Any())
+        for one in found.parameters.values()
+    ]
+    return str(found.replace(parameters=bare, return_annotation=found.empty))
+
+
+class _Any:
+    """Any default."""
+
+    def __repr__(self) -> str:
+        return ""
+
+
+def note_off(groups: Mapping[str, str]) -> None:
+    """Notes, for this process and its children, the groups of hooks that are off, and why."""
+    os.environ[_OFF] = json.dumps(groups)
+
+
+def groups_off() -> dict[str, str]:
+    """Those groups."""
+    found: dict[str, str] = json.loads(os.environ.get(_OFF, "{}"))
+    return found
 
 
 def _resolved(path: str) -> Any:

@@ -5,17 +5,14 @@ of a start readable."""
 import gc
 import logging
 import os
-import socket
 import time
 from collections.abc import Callable, Mapping
-from contextlib import suppress
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any, cast
-from urllib.parse import urlsplit
 
 import msgspec
 
-from sgl_ext.engine import topology
+from sgl_ext.engine import sglang_check, topology
 from sgl_ext.engine.arguments import resolved
 from sgl_ext.engine.core.folder import acknowledged
 from sgl_ext.engine.sglang_types import ServerArgs
@@ -26,7 +23,6 @@ SUPPORTED_SGLANG = "0.5.23"
 PLUGIN = "sgl_ext"
 _OFF = ("", "0", "false", "no", "off", "n", "f")
 _DETOKENIZER_TIMEOUT_S = 120.0
-_LISTENING_TIMEOUT_S = 60.0
 _SECRET_ENDS = ("api_key", "password")
 _logger = logging.getLogger(__name__)
 
@@ -65,6 +61,8 @@ def check_arguments(server_args: ServerArgs, *_: Any) -> None:
         raise SystemExit("\n".join(f"sgl-ext: {reason}" for reason in reasons))
     for rule in topology.degraded(facts):
         _logger.warning("sgl-ext: %s", rule)
+    for group, why in sglang_check.groups_off().items():
+        _logger.warning("sgl-ext: %s: off, %s", group, why)
 
 
 def report_parsers(original: Callable[[ServerArgs], None], server_args: ServerArgs) -> None:
@@ -132,15 +130,3 @@ def changed_args(shown: dict[str, Any], server_args: ServerArgs) -> dict[str, An
         # A dictionary is a part that SGLang has worked out.
         if value != defaults.get(name) and value not in (None, [], ()) and type(value) is not dict
     }
-
-
-def await_listening(server_args: ServerArgs, *_: Any) -> None:
-    """Before SGLang sends its server the request that freezes the garbage collector. Without a
-    warm-up it would do so before the server listens, and log a traceback."""
-    parts = urlsplit(server_args.url())
-    assert parts.hostname is not None
-    deadline = time.monotonic() + _LISTENING_TIMEOUT_S
-    while time.monotonic() < deadline:
-        with suppress(OSError), socket.create_connection((parts.hostname, parts.port), timeout=1):
-            return
-        time.sleep(0.05)

@@ -83,7 +83,8 @@ def sglang() -> Iterator[SimpleNamespace]:
         stream_in_order = tool_calls.stream_in_order
         hook(found.chat.OpenAIServingChat, "_process_tool_call_stream", stream_in_order)
         hook(found.chat.OpenAIServingChat, "_generate_chat_stream", anthropic_answers.watch_stream)
-        hook(found.messages, "_wrap_sse_event", anthropic_answers.complete_event)
+        messages, complete = found.messages.AnthropicServing, anthropic_answers.complete_stream
+        hook(messages, "_generate_anthropic_stream", complete)
         hook(parsers, "parse_stream_chunk", tool_calls.hold_space)
         hook(parsers, "parse_stream_end", tool_calls.release_space)
         hook(detector.BaseFormatDetector, "parse_streaming_increment", tool_calls.parse_chunk)

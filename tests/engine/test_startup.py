@@ -16,6 +16,8 @@ import pytest
 from sgl_ext_cpu.node import free_port
 
 from sgl_ext.engine import startup
+from sgl_ext.engine.http import secret
+from sgl_ext.settings.secrets import EngineSecret
 
 
 class Args(msgspec.Struct):
@@ -92,20 +94,23 @@ def test_what_is_frozen_stays_so_after_cuda_graphs_were_captured() -> None:
         gc.unfreeze()
 
 
-def test_the_garbage_collector_is_frozen_once_the_server_listens() -> None:
-    port = free_port()
+def test_the_garbage_collector_is_frozen_once_the_server_listens(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    port, sent = free_port(), list[str]()
+    monkeypatch.setattr(secret, "_own", (f"http://127.0.0.1:{port}/", EngineSecret(None)))
 
-    class Server:
-        def url(self) -> str:
-            return f"http://127.0.0.1:{port}"
+    def post(_: Any, __: str, url: str, **___: Any) -> None:
+        sent.append(url)
 
-    waiting = threading.Thread(target=startup.await_listening, args=(Server(),))
+    asked = (post, object(), "post", f"http://127.0.0.1:{port}/freeze_gc")
+    waiting = threading.Thread(target=secret.send_secret, args=asked)
     waiting.start()
     waiting.join(0.2)
     assert waiting.is_alive()
     with socket.create_server(("127.0.0.1", port)):
         waiting.join(10)
-        assert not waiting.is_alive()
+        assert sent == [asked[3]]
 
 
 def test_on_further_machines_of_an_engine_nobody_waits_for_a_detokenizer(

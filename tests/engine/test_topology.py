@@ -11,8 +11,7 @@ from typing import Any
 
 import pytest
 
-from sgl_ext.engine import startup, topology
-from sgl_ext.engine.hooks import HOOKS, SHARING_HOOKS
+from sgl_ext.engine import hooks, startup, topology
 from sgl_ext.engine.topology import CACHE_BACKEND, DEGRADED, REFUSED, Facts
 from sgl_ext.node.failure import failure
 from sgl_ext.protocols.registry import of_path
@@ -264,7 +263,7 @@ def test_what_an_engine_serves_without_is_logged_once(
 def test_no_hook_is_in_a_forward_pass() -> None:
     """So kernels, graphs and layers are SGLang's own, whichever flags choose them."""
     inside = ("batch_overlap", "compilation", "layers", "model_executor", "models", "speculative")
-    hooked = [symbol for hooks in (*HOOKS.values(), *SHARING_HOOKS.values()) for symbol in hooks]
+    hooked = [symbol for _, symbol, *_ in hooks.rows()]
     assert hooked
     found = [one for one in hooked if one.startswith(tuple(f"sglang.srt.{n}." for n in inside))]
     assert {one.rpartition(".")[2] for one in found} <= {"freeze_gc"}, "around a capture of graphs"

@@ -138,11 +138,11 @@ class FrontEnd:
 
 def prepare() -> None:
     """Loads SGLang's front end and applies our hooks to it, once a process."""
-    from sgl_ext.engine.hooks import HOOKS, Role, apply_hooks
+    from sgl_ext.engine.hooks import Role, apply_hooks, used_seams
 
     warnings.simplefilter("ignore")  # SGLang's
     front_end.load()
-    apply_hooks(Role.MAIN, HOOKS[Role.MAIN])
+    apply_hooks(Role.MAIN, used_seams(Role.MAIN, shares_prefixes=False))
     front_end.settings().__enter__()
     logging.disable(logging.CRITICAL)
 

@@ -22,7 +22,7 @@ from functools import cache
 from pathlib import Path
 
 from sgl_ext.engine import sglang_api, sglang_http_types, sglang_types
-from sgl_ext.engine.hooks import HOOKS, SHARING_HOOKS
+from sgl_ext.engine.hooks import rows
 from sgl_ext.engine.sglang_check import declared
 
 _Function = ast.FunctionDef | ast.AsyncFunctionDef
@@ -125,8 +125,7 @@ def _targets(node: ast.AST) -> list[str]:
 
 def used() -> Iterator[str]:
     """Every symbol and attribute of SGLang that the extension hooks, calls or reads."""
-    for hooks in (*HOOKS.values(), *SHARING_HOOKS.values()):
-        yield from (symbol for symbol in hooks if symbol.startswith("sglang."))
+    yield from (symbol for _, symbol, *_ in rows() if symbol.startswith("sglang."))
     yield from sglang_api.ANY_PROCESS + sglang_api.HTTP_PROCESS + sglang_api.SCHEDULER_PROCESS
     for module in (sglang_types, sglang_http_types):
         for path, names in declared(module):

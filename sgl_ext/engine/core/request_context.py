@@ -80,7 +80,7 @@ class RequestContext:
         with what it was found in.
     after_sending: what the request need not wait for.
     renderings: collects rendered prompts while a copy of the body is rendered, and not tokenized.
-    encoded_text: the prompt that an encoder has just written as text, until it is tokenized.
+    is_prompt_encoded: what the tokenizer encodes next is the prompt, which was written as text.
     dry_run: stops this request before its generation.
     keeps_tools: whether tools that may not be called stay in the prompt.
     allowed_tools: the names that `tool_choice` allows; None: it has no list of them.
@@ -127,7 +127,7 @@ class RequestContext:
     found_in_messages: dict[str, tuple[Any, int, Any, Any]] = field(default_factory=dict)
     after_sending: Callable[[], None] | None = None
     renderings: list[str] | None = None
-    encoded_text: str | None = None
+    is_prompt_encoded: bool = False
     dry_run: "DryRun | None" = None
     batch: tuple[Chain, ...] = ()
     keeps_tools: bool = False

@@ -51,9 +51,9 @@ def encode_text(
     Inside of `collecting`, it is collected, with what the tokenizer puts before it.
     """
     context = current()
-    if context is None or context.encoded_text is None or context.encoded_text is not text:
+    if context is None or not context.is_prompt_encoded or not isinstance(text, str):
         return original(tokenizer, text, *args, **options)
-    context.encoded_text = None
+    context.is_prompt_encoded = False
     if context.renderings is not None:
         begin = original(tokenizer, "", *args, **options)
         context.renderings.append(f"{tokenizer.decode(begin)}{text}")

@@ -1,7 +1,7 @@
 """Refuses what is out of range before it is sent to a scheduler, for all protocols.
 
     OpenAIServingChat._apply_jinja_template           `check_variables`  of the chat template
-    GenerateReqInput.normalize_batch_and_arguments    `check_batch`      prompts, samples, lists
+    TokenizerManager.generate_request                 `check_batch`      prompts, samples, lists
     TokenizerManager._validate_one_request            `check_prompt`     each field of one prompt
     TokenizerManager._create_tokenized_object         `check_sent`       token ids, types
 
@@ -43,8 +43,9 @@ _UNSENT = (
 _SAMPLING = "sampling_params"
 
 
-def check_batch(request: Any) -> None:
-    """Before a request is cut into its prompts. Raises ValueError that names a wrong field."""
+def check_batch(_: TokenizerManager, request: Any, *__: Any, **___: Any) -> None:
+    """Before `TokenizerManager.generate_request`, which cuts a request into its prompts. Raises
+    ValueError that names a wrong field."""
     if getattr(request, "parallel_sample_num", None) is not None:
         return  # a part that was checked
     fields = vars(request)

@@ -76,12 +76,17 @@ def render_tokens(original: Original, chat: ServingChat, *args: Any, **kw: Any) 
     return _collect(chat, context, ids)
 
 
-def note_text(original: Original, *args: Any, **kw: Any) -> Any:
-    """Around DeepSeek V3.2's `encode_messages`: SGLang next encodes the text that it returns."""
-    text, context = original(*args, **kw), current()
-    if context is not None:
-        context.encoded_text = text
-    return text
+def expect_text(original: Original, chat: ServingChat, *args: Any, **kw: Any) -> Any:
+    """Around `OpenAIServingChat._apply_jinja_template`, which writes the prompt of DeepSeek V3.2 as
+    a text, and has the tokenizer encode that first."""
+    context = current()
+    if context is None or chat.chat_encoding_spec != "dsv32":
+        return original(chat, *args, **kw)
+    context.is_prompt_encoded = True
+    try:
+        return original(chat, *args, **kw)
+    finally:
+        context.is_prompt_encoded = False
 
 
 def _collect(chat: ServingChat, context: RequestContext, ids: list[int]) -> list[int]:

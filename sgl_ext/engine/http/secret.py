@@ -14,9 +14,12 @@ not start so.
 
 import hmac
 import logging
+import socket
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Any
+from urllib.parse import urlsplit
 
 from sgl_ext.compat.errors import EngineError, send_error
 from sgl_ext.engine.arguments import in_effect
@@ -35,6 +38,8 @@ _READY = "/ready"
 _PROBES = ("/health", _READY)
 _FOR_BALANCERS = "/sgl_ext/"
 _RELOAD_S = 1.0
+_FREEZE = "freeze_gc"
+_LISTENING_TIMEOUT_S = 60.0
 WARM_UP = "sglang-warmup"
 """The id of the requests with which SGLang warms its own server up."""
 _MARK = (_NAME, REFUSED)
@@ -131,12 +136,26 @@ def install(app: Any, url: str, secret: EngineSecret) -> None:
         app.add_middleware(StrangersMiddleware)
 
 
+def _await_listening(url: str) -> None:
+    """Waits until SGLang's server listens. Without a warm-up, SGLang would send it the request that
+    freezes the garbage collector before, and log a traceback."""
+    parts = urlsplit(url)
+    assert parts.hostname is not None
+    deadline = time.monotonic() + _LISTENING_TIMEOUT_S
+    while time.monotonic() < deadline:
+        with suppress(OSError), socket.create_connection((parts.hostname, parts.port), timeout=1):
+            return
+        time.sleep(0.05)
+
+
 def send_secret(
     original: Callable[..., Any], session: Any, method: str, url: str, *args: Any, **options: Any
 ) -> Any:
     """Around `requests.Session.request`, with which SGLang warms its own server up: log lines show
     that it does."""
     if _own is not None and not args and str(url).startswith(_own[0]):
+        if url == f"{_own[0]}{_FREEZE}":
+            _await_listening(url)
         ours = {REQUEST_ID_HEADER: WARM_UP}
         if _own[1].accepted:
             ours[SECRET_HEADER] = _own[1].sent

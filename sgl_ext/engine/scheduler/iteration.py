@@ -11,7 +11,6 @@ from collections.abc import Callable
 from typing import Any
 
 from sgl_ext.engine.arguments import in_effect
-from sgl_ext.engine.scheduler import slice_gate
 from sgl_ext.engine.scheduler.event_publisher import EventChannel, EventPublisher
 from sgl_ext.engine.scheduler.extension import SchedulerExtension, extension_of
 from sgl_ext.engine.scheduler.nodes import clock_s
@@ -52,8 +51,7 @@ def send_orders(aborts: list[Any], scheduler: Scheduler) -> list[Any]:
 def take_orders(
     original: Callable[[Scheduler, list[Any]], None], scheduler: Scheduler, requests: list[Any]
 ) -> None:
-    """Around `Scheduler.process_input_requests`: carries out orders, hands the rest on with
-    prefill slices last, and rejects the slices that cannot run now."""
+    """Around `Scheduler.process_input_requests`: carries out orders, and hands the rest on."""
     extension = extension_of(scheduler.tree_cache)
     orders = [request for request in requests if isinstance(request, Order)]
     if orders:
@@ -67,8 +65,7 @@ def take_orders(
             pins.release_named(order.unpin)
             extension.change(order.settings)
             extension.load_share, extension.token_s = order.load_share, order.token_s
-    original(scheduler, slice_gate.slices_last(extension, requests))
-    slice_gate.reject_slices(extension, scheduler)
+    original(scheduler, requests)
 
 
 def note_plan(plan: NextBatchPlan, scheduler: Scheduler, *_: Any, **__: Any) -> None:

@@ -11,18 +11,29 @@ A prompt is sent once, as its first slice. It is held until the next prompt come
 sent with their last token alone, and get the rest here.
 """
 
+from collections.abc import Callable
 from copy import copy
 from typing import Any
 
 from scheduler.prefill import Rejection, least_tokens, rejection, takeable_tokens
 from sgl_ext.engine import sglang_api
 from sgl_ext.engine.core.hints import conversation_of, is_forced, is_slice, part_of
-from sgl_ext.engine.scheduler.extension import SchedulerExtension
+from sgl_ext.engine.scheduler.extension import SchedulerExtension, extension_of
 from sgl_ext.engine.scheduler.state import compare, is_plain, state_of
 from sgl_ext.engine.sglang_types import Req, Scheduler, TreeCache
 from sgl_ext.engine.tiers.host_tier import Cached, look_up
 
 _NONE = Cached(0, 0)
+
+
+def take_slices(
+    original: Callable[[Scheduler, list[Any]], None], scheduler: Scheduler, requests: list[Any]
+) -> None:
+    """Around `Scheduler.process_input_requests`: hands on what arrived with slices last, and
+    rejects the slices that cannot run now."""
+    extension = extension_of(scheduler.tree_cache)
+    original(scheduler, slices_last(extension, requests))
+    reject_slices(extension, scheduler)
 
 
 def slices_last(extension: SchedulerExtension, requests: list[Any]) -> list[Any]:

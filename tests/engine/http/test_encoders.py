@@ -21,7 +21,7 @@ from tokenizers.processors import TemplateProcessing
 from sgl_ext.compat.template_model import Place
 from sgl_ext.compat.templates import make_plan, template_of
 from sgl_ext.engine.core.request_context import RequestContext, entered, put_on
-from sgl_ext.engine.hooks import HOOKS, Role
+from sgl_ext.engine.hooks import SEAMS, Role, with_parts
 from sgl_ext.engine.host_cache.token_cache import make_token_cache
 from sgl_ext.engine.http import pin_placement
 from sgl_ext.engine.http.extension import HttpExtension
@@ -45,7 +45,7 @@ SPECIAL = (
 )
 HOOKED = (
     *("_encode_messages", "_render_and_encode_chat_template", "parallel_prompt_encode"),
-    *("encode_prompt_segments", "encoding_dsv32.encode_messages"),
+    *("encode_prompt_segments", "Chat._apply_jinja_template"),
     *("PreTrainedTokenizerBase.encode", "DeepSeekRecipe.__init__", "Chat._process_messages"),
 )
 MARK = {"cache_control": {"type": "ephemeral", "ttl": "1h"}}
@@ -59,21 +59,13 @@ def hooked() -> Iterator[None]:
     with warnings.catch_warnings(action="ignore"), pytest.MonkeyPatch.context() as patch:
         import_module("sglang.srt.entrypoints.openai.serving_chat")
         import_module("sglang.srt.parser.deepseek_recipe_renderer")
-        for symbol, (kind, hook) in HOOKS[Role.MAIN].items():
-            if symbol.endswith(HOOKED):
-                owner, name = symbol.rsplit(".", 1)
-                patch.setattr(resolve_name(owner), name, wrapped(resolve_name(symbol), kind, hook))
+        for symbol, seam in SEAMS[Role.MAIN].items():
+            for method, parts in {"": seam.parts, **seam.methods}.items():
+                path = f"{symbol}.{method}" if method else symbol
+                if parts and path.endswith(HOOKED):
+                    owner, name = path.rsplit(".", 1)
+                    patch.setattr(resolve_name(owner), name, with_parts(resolve_name(path), parts))
         yield
-
-
-def wrapped(original: Any, kind: str, hook: Any) -> Any:
-    def call(*args: Any, **kw: Any) -> Any:
-        if kind == "AROUND":
-            return hook(original, *args, **kw)
-        return hook(original(*args, **kw), *args, **kw)
-
-    call.__wrapped__ = original  # type: ignore[attr-defined]
-    return call
 
 
 class TokensOnly:
