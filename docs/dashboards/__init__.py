@@ -1,1 +1,0 @@
-"""The Grafana dashboards in `launch/grafana`, as code."""
