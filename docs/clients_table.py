@@ -15,10 +15,7 @@ from typing import Any
 PAGE = Path(__file__).with_name("reference") / "clients.md"
 MEASURED = Path(__file__).parents[1] / ".run" / "clients"
 _BEGIN, _END = "<!-- Made by `python -m docs.clients_table`. -->", "<!-- The end of that. -->"
-_HEAD = (
-    "| client | version | protocol | tool loop | second session, from the cache | what was set |\n"
-    "|---|---|---|---|---|---|\n"
-)
+_HEAD = "| client | version | protocol | second session, from the cache |\n|---|---|---|---|\n"
 Row = tuple[str, ...]
 
 
@@ -37,11 +34,9 @@ def page(text: str, measured: Iterable[Mapping[str, Any]]) -> str:
     for each in measured:
         notes.setdefault((each["client"], each["protocol"]), {}).update(each)
     for key, note in notes.items():
-        old = found.get(key, ("",) * 6)
-        count = note.get("requests")
-        loop = f"{count} request{'s' * (count > 1)}" if count else old[3]
-        share = f"{note['share']:g} %" if "share" in note else old[4]
-        found[key] = (key[0], note["version"], key[1], loop, share, note.get("set", old[5]))
+        old = found.get(key, ("",) * 4)
+        share = f"{note['share']:g} %" if "share" in note else old[3]
+        found[key] = (key[0], note["version"], key[1], share)
     body = "".join(f"| {' | '.join(found[key])} |\n" for key in sorted(found, key=_order))
     return re.sub(
         f"{re.escape(_BEGIN)}.*{re.escape(_END)}",

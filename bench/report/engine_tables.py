@@ -102,8 +102,9 @@ def long_history(found: Figures) -> Iterator[Table]:
     cpu = [(label(name), *of) for name, of in times.items() if max(map(_ms, of)) >= 1]
     pauses = (look(one, "loop_pause_ms") for one in sizes.values())
     cpu.append(("longest pause of the balancer's event loop", *pauses))
-    heads = (f"{int(size):,} tokens" for size in alone)
-    yield Table(("stage of ours alone, ms of CPU", *heads), cpu)
+    largest = f"{int(list(alone)[-1]):,} tokens" if alone else ""
+    rows = [(name, times[-1] if times else None) for name, *times in cpu]
+    yield Table(("stage of ours alone, ms of CPU", largest), rows)
     ratio = {"TTFT of a warm turn, the longest, SGLang / sgl-ext": ("warm_ttft_ratio_largest",)}
     yield named_table(found, ratio)
 
@@ -115,16 +116,10 @@ def _peak(of_size: Figures, arm: str, process: str) -> Any:
 
 
 def header_strip(found: Figures) -> Iterator[Table]:
-    names = {
-        "no header": "stable_ms",
-        "header that changes, not removed": "varying_ms",
-        "header that changes, removed": "stripped_ms",
-    }
-    yield Table(("prompt", "TTFT, ms"), [(name, look(found, key)) for name, key in names.items()])
     yield named_table(
         found,
         {
-            "tokens of the prompt": ("prompt_tokens",),
+            "TTFT without the header, ms": ("stable_ms",),
             "not removed / removed": ("varying_over_stripped",),
             "removed / no header": ("stripped_over_stable",),
             **_DECODING,

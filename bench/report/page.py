@@ -144,9 +144,9 @@ def _measured_on(report: Report) -> str:
 
 def _against(report: Report) -> Iterator[str]:
     versions = {**report.get("packages", {}), **report.get("peers", {})}
-    rows = [(peer.name, peer.what, versions.get(peer.key) or "") for peer in PEERS]
+    peers = (f"{peer.name} {versions.get(peer.key, '')} ({peer.what})" for peer in PEERS)
     yield "## Against whom\n"
-    yield "\n".join(table(("peer", "what it is", "version"), rows)) + "\n"
+    yield f"{', '.join(peers)}.\n"
     yield "\n".join(table(_HEAD, peer_rows(_found(report)))) + "\n"
 
 

@@ -35,7 +35,7 @@ _HEAD = """# Request fields
 
 What becomes of each field that the vendors' SDKs can send, from requests with and without it.
 Objects have the names of the SDKs' types, without `Beta`, `Param` and dates. Their fields that are
-not listed are acted on.
+not listed are acted on, or [translated](../guide/clients.md#what-is-translated) and counted.
 
 | | meaning |
 |---|---|
@@ -45,6 +45,7 @@ not listed are acted on.
 | refused | an error with status 400, which names the field |
 | harmless | nothing acts on it, and the answer means the same |
 """
+_AS_USUAL = (ACTS, COUNTED)
 _SHOWN = {ELSEWHERE: "balancer", COUNTED: "counted", REFUSED: "refused"}
 _ABOUT_TYPES = re.compile(r"^Beta|_?20\d{6}|(Param)+$")
 
@@ -104,14 +105,12 @@ def _tables(states: list[State]) -> Iterator[str]:
     for (state, text), group in _groups(own, lambda each: (each.state, _text(each))):
         yield f"| {_names(each.field for each in group)} | {_became(state, text)} |"
     yield "\n| fields of objects | |\n|---|---|"
-    others = [each for each in states if each.object != _ROOT and each.state != ACTS]
+    others = [each for each in states if each.object != _ROOT and each.state not in _AS_USUAL]
     for (state, text), group in _groups(others, lambda each: (each.state, _text(each))):
         rows = [
             f"{name}: {_names(dict.fromkeys(each.field for each in of_one))}"
             for name, of_one in _groups(group, lambda each: _short(each.object))
         ]
-        if state == COUNTED:  # whole objects
-            rows = [_names(dict.fromkeys(_short(each.object) for each in group))]
         yield f"| {'; '.join(rows)} | {_became(state, text)} |"
 
 
