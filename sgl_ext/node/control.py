@@ -24,6 +24,7 @@ from sgl_ext.node.restarts import RestartRefused, Restarts, read_order
 from sgl_ext.settings.reloading import NothingToRead
 from sgl_ext.settings.schema import SettingsError
 from sgl_ext.temporary_folder import make_folder
+from sgl_ext.wire.launcher import CHILDREN, RELOAD, RESTART, EngineRow, engines_document
 
 SOCKET_FOLDERS = "sgl-ext-launcher-"
 """The prefix of the folders for sockets whose log directory has a long name."""
@@ -55,10 +56,10 @@ class Control:
         self.restarts: Restarts | None = None
         self.reload: Callable[[], Awaitable[dict[str, Any]]] | None = None
         app = web.Application(middlewares=[_answer_refusals])
-        app.router.add_get("/children", self._show_children)
-        app.router.add_post("/restart", self._restart)
-        app.router.add_get("/restart", self._show_restart)
-        app.router.add_post("/reload", self._reload)
+        app.router.add_get(CHILDREN, self._show_children)
+        app.router.add_post(RESTART, self._restart)
+        app.router.add_get(RESTART, self._show_restart)
+        app.router.add_post(RELOAD, self._reload)
         self._runner = web.AppRunner(app, access_log=None, shutdown_timeout=1.0)
 
     async def start(self) -> None:
@@ -85,17 +86,23 @@ class Control:
             self._path.unlink()
 
     async def _show_children(self, _: web.Request) -> web.Response:
-        return web.json_response({"children": [self._row(engine) for engine in self._engines]})
+        return web.json_response(engines_document([*map(self._row, self._engines)]))
 
-    def _row(self, engine: Child) -> dict[str, Any]:
+    def _row(self, engine: Child) -> EngineRow:
         stage, progress = stage_of(engine)
         state = "ready" if stage == READY else "starting"
         if engine.exit_code is not None:
             state = "ended"
         elif self.restarts is not None and self.restarts.drains(engine.name):
             state = "draining"
-        row = {"name": engine.name, "url": engine.url, "state": state}
-        return {**row, "stage": stage, "progress": progress, "restarts": engine.restarts}
+        return {
+            "name": engine.name,
+            "url": engine.url,
+            "state": state,
+            "stage": stage,
+            "progress": progress,
+            "restarts": engine.restarts,
+        }
 
     async def _restart(self, request: web.Request) -> web.Response:
         if self._cannot_restart:

@@ -1,12 +1,11 @@
-"""The headers of our own between a balancer and its engines.
+"""The headers of our own with which a balancer sends requests to its engines.
 
     balancer --> engine     tenant, group, owner     whose request it is
                             purpose, queued, window  why it comes, and how long it waited
                             rank, bootstrap          where it runs, and where its KV goes
                             default hints            what the operator gives it
                             secret                   proves all of these
-    engine --> balancer     settings, ranks, role    what the engine is, with each readiness probe
-                            secret: refused          the request is not proved to be a balancer's
+    engine --> balancer     secret: refused          the request is not proved to be a balancer's
 
 An engine believes INTERNAL_HEADERS from its balancer alone (`sgl_ext.engine.middleware.secret`). A
 balancer sends none of them on that a client sent, but the tenant of a proxy that it trusts. A
@@ -57,19 +56,10 @@ OF_REQUESTS = (
 INTERNAL_HEADERS = (TENANT_HEADER, GROUP_HEADER, OWNER_HEADER, *OF_REQUESTS)
 """What an engine believes from its balancer alone."""
 
-# In an engine's answers to readiness probes: the number of its version of changed settings, how
-# many ranks it has, and with prefill and decode engines what it does, `prefill PORT` or `decode`.
-SETTINGS_HEADER = "x-sgl-ext-settings"
-RANKS_HEADER = "x-sgl-ext-ranks"
-ROLE_HEADER = "x-sgl-ext-role"
-
 MAX_QUEUED_S = 3600.0
 _SECONDS = re.compile(r"[0-9]{1,9}(\.[0-9]{1,9})?")
 _PURPOSE = re.compile(r"[a-z]{1,12}(-[0-9]{1,3})?")
 _BOOTSTRAP = re.compile(r"([!-~]+) ([0-9]{1,5}) ([0-9]{1,18})")
-
-
-# Balancer to engine
 
 
 def header_line(name: str, value: bytes) -> bytes:
@@ -163,39 +153,3 @@ def read_defaults(headers: Mapping[str, str]) -> DefaultHints:
     """The default hints of a request, if there are any. Raises ValueError if they are malformed."""
     stated = headers.get(DEFAULTS_HEADER)
     return NO_DEFAULTS if stated is None else msgspec.json.decode(stated, type=DefaultHints)
-
-
-# Engine to balancer
-
-
-class ProbeAnswer(NamedTuple):
-    """What an engine says of itself with each answer to a readiness probe.
-
-    settings_number: of its version of changed settings; None if it has no sgl-ext, or another
-        version of it. ranks: how many data-parallel ranks it has. role: `prefill PORT`, `decode`,
-        or "" for an engine that does both.
-    """
-
-    settings_number: int | None
-    ranks: int | None = 1
-    role: str = ""
-
-
-def probe_headers(said: ProbeAnswer) -> dict[str, str]:
-    """The headers of such an answer."""
-    headers = {
-        SETTINGS_HEADER: str(said.settings_number),
-        RANKS_HEADER: str(said.ranks),
-    }
-    return headers | {ROLE_HEADER: said.role} if said.role else headers
-
-
-def read_probe(headers: Mapping[str, str]) -> ProbeAnswer:
-    """What such an answer says; None for a number that it does not state."""
-    number, ranks = _number(headers, SETTINGS_HEADER), _number(headers, RANKS_HEADER)
-    return ProbeAnswer(number, ranks, headers.get(ROLE_HEADER, ""))
-
-
-def _number(headers: Mapping[str, str], name: str) -> int | None:
-    text = headers.get(name, "")
-    return int(text) if text.isascii() and text.isdecimal() else None

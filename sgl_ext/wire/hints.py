@@ -1,11 +1,15 @@
-"""What an engine's HTTP process knows of a request, on its way to the scheduler.
+"""What an engine's HTTP process and its scheduler say to each other about one request.
 
-It is the payload of an action in SGLang's `kv_hints`, which SGLang carries and does not read
-(`sgl_ext.engine.core.hints`).
+HTTP process --> scheduler   `Hints`: the payload of an action in SGLang's `kv_hints`, which
+                             SGLang carries and does not read (`sgl_ext.engine.core.hints`)
+scheduler --> HTTP process   why a slice of a prompt does not run: the message with which it is
+                             aborted
 """
 
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
+
+from scheduler.prefill import Rejection
 
 _HASH_BYTES = 16
 
@@ -56,3 +60,17 @@ def hints_in(payload: Mapping[str, Any]) -> Hints:
         hashes=tuple([int.from_bytes(packed[s : s + _HASH_BYTES]) for s in starts]),
         pins=tuple((tokens, ttl_s) for tokens, ttl_s in hints.pins),
     )
+
+
+def rejection_message(why: Rejection, on_device: int, on_host: int) -> str:
+    """Why a slice does not run, how many of its tokens are on the device, and how many after them
+    the host would load."""
+    return f"{why} {on_device} {on_host}"
+
+
+def read_rejection(message: str) -> tuple[Rejection, int, int] | None:
+    """The same; None for the message of another abort."""
+    match message.split(" "):
+        case why, on_device, on_host if why in set(Rejection):
+            return Rejection(why), int(on_device), int(on_host)
+    return None

@@ -20,8 +20,9 @@ from sgl_ext.settings.fields import fields_of
 from sgl_ext.settings.reloading import LiveSettings
 from sgl_ext.settings.schema import BalancerSettings, EngineSettings, Tenant
 from sgl_ext.settings.sources import balancer_settings
-from sgl_ext.wire.headers import DEFAULTS_HEADER, SETTINGS_HEADER
+from sgl_ext.wire.headers import DEFAULTS_HEADER
 from sgl_ext.wire.orders import SETTINGS_PATH, Version
+from sgl_ext.wire.probes import SETTINGS_HEADER
 from tests.balancer.conftest import Engine
 from tests.balancer.test_routing import until
 

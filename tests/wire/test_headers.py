@@ -18,25 +18,19 @@ from sgl_ext.wire.headers import (
     PURPOSE_HEADER,
     QUEUED_HEADER,
     RANK_HEADER,
-    RANKS_HEADER,
     REFUSED,
     REFUSED_LINE,
-    ROLE_HEADER,
     SECRET_HEADER,
-    SETTINGS_HEADER,
     WINDOW_HEADER,
     Bootstrap,
     DefaultHints,
-    ProbeAnswer,
     bootstrap_line,
     defaults_line,
     header_line,
-    probe_headers,
     queued_lines,
     rank_line,
     read_bootstrap,
     read_defaults,
-    read_probe,
     read_purpose,
     read_seconds,
     retry_line,
@@ -118,25 +112,10 @@ def test_default_hints_of_a_later_version_are_ignored_and_malformed_ones_are_err
             read_defaults({DEFAULTS_HEADER: wrong})
 
 
-@given(st.integers(0, 2**63), st.integers(1, 512), st.sampled_from(["", "decode", "prefill 8998"]))
-def test_what_an_engine_says_to_a_probe_arrives(number: int, ranks: int, role: str) -> None:
-    said = ProbeAnswer(number, ranks, role)
-    assert read_probe(probe_headers(said)) == said
-
-
-def test_numbers_that_a_probe_does_not_find_are_unknown() -> None:
-    assert read_probe({}) == ProbeAnswer(None, None, "")
-    for wrong in ("", "-1", "1.5", "²", "one"):
-        found = read_probe({SETTINGS_HEADER: wrong, RANKS_HEADER: wrong})
-        assert found == ProbeAnswer(None, None, "")
-    assert ROLE_HEADER not in probe_headers(ProbeAnswer(1))
-
-
 def test_a_refusal_is_in_the_header_of_the_secret() -> None:
     assert header_line(SECRET_HEADER, REFUSED) == REFUSED_LINE
 
 
 def test_every_header_to_an_engine_is_believed_from_its_balancer_alone() -> None:
     stated = {name for name in vars(headers) if name.endswith("_HEADER")}
-    said_by_engines = {"SETTINGS_HEADER", "RANKS_HEADER", "ROLE_HEADER"}
-    assert {getattr(headers, name) for name in stated - said_by_engines} == {*INTERNAL_HEADERS}
+    assert {getattr(headers, name) for name in stated} == {*INTERNAL_HEADERS}

@@ -7,7 +7,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sgl_ext.wire.hints import Hints, hints_in, payload_of
+from scheduler.prefill import Rejection
+from sgl_ext.wire.hints import Hints, hints_in, payload_of, read_rejection, rejection_message
 
 texts, seconds = st.text(max_size=9), st.floats(0, 1e6)
 hints = st.builds(
@@ -46,3 +47,13 @@ def test_a_payload_of_another_form_is_an_error() -> None:
         hints_in({"hashes": ""})
     with pytest.raises(TypeError):
         hints_in(payload | {"later": 1})
+
+
+@given(st.sampled_from(Rejection), st.integers(0, 2**40), st.integers(0, 2**40))
+def test_a_rejection_arrives(why: Rejection, on_device: int, on_host: int) -> None:
+    assert read_rejection(rejection_message(why, on_device, on_host)) == (why, on_device, on_host)
+
+
+@pytest.mark.parametrize("other", ["", "Aborted", "client left", "a b c", "busy 1"])
+def test_the_message_of_another_abort_is_none(other: str) -> None:
+    assert read_rejection(other) is None

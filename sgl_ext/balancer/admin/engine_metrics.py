@@ -78,7 +78,7 @@ class EngineMetrics:
         workers = {worker.id: worker for worker in self._workers.all if not worker.rank}
         left_bytes = [MOST_BYTES_IN_ALL]
         read = [self._read(worker, left_bytes) for worker in workers.values()]
-        children, *found = await asyncio.gather(self._launcher.children(), *read)
+        children, found = await asyncio.gather(self._launcher.children(), asyncio.gather(*read))
         pages = dict(zip(workers, found, strict=True))
         restarts = {child["name"]: child["restarts"] for child in children}
         # In a thread: 64 engines' pages are about 10 MB.

@@ -20,6 +20,7 @@ from sgl_ext.balancer.metrics.registry import Metrics
 from sgl_ext.balancer.routing.engine_settings import EngineSettingsSender
 from sgl_ext.settings.reloading import LiveSettings, NothingToRead, in_words
 from sgl_ext.settings.schema import BalancerSettings, SettingsError
+from sgl_ext.wire.launcher import CHILDREN, RELOAD, RESTART, EngineRow, engines_in
 
 # It checks new flags with SGLang's parser before it answers, which takes seconds.
 _TIMEOUT = aiohttp.ClientTimeout(total=60)
@@ -52,30 +53,25 @@ class Launcher:
             connector = aiohttp.UnixConnector(socket, limit=4)
             self._session = aiohttp.ClientSession("http://launcher", connector=connector)
 
-    async def children(self) -> list[dict[str, Any]]:
-        """The engines that the launcher keeps: of each its `name`, `url`, `state` ("ready",
-        "starting", "draining" or "ended"), `stage`, `progress` (0 to 1, or None) and `restarts`.
-
-        On Ray, the process that keeps them. [] if there is no launcher, or if it does not answer
-        within a second.
-        """
+    async def children(self) -> list[EngineRow]:
+        """The engines that the launcher keeps, or on Ray the process that keeps them. [] if there
+        is no launcher, or if it does not answer within a second."""
         try:
-            rows: list[dict[str, Any]] = (await self._ask("GET", "/children")).document["children"]
-        except LauncherUnreachable:
+            return engines_in((await self._ask("GET", CHILDREN)).document)
+        except (LauncherUnreachable, ValueError):
             return []
-        return rows
 
     async def restart(self, body: bytes) -> Answer:
         """Begins a restart. Raises LauncherUnreachable."""
-        return await self._ask("POST", "/restart", body)
+        return await self._ask("POST", RESTART, body)
 
     async def last_restart(self) -> Answer:
         """The last restart. Raises LauncherUnreachable."""
-        return await self._ask("GET", "/restart")
+        return await self._ask("GET", RESTART)
 
     async def reload(self) -> Answer:
         """Reads the node's settings again. Raises LauncherUnreachable."""
-        return await self._ask("POST", "/reload", b"")
+        return await self._ask("POST", RELOAD, b"")
 
     async def close(self) -> None:
         if self._session is not None:

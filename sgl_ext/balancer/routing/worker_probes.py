@@ -18,7 +18,8 @@ from scheduler.silence import HANG_S, LOOK_S, Signs, is_waited_for
 from sgl_ext.balancer.routing.worker import Worker
 from sgl_ext.balancer.routing.workers import Workers, can_answer
 from sgl_ext.supervision import Failed, supervise
-from sgl_ext.wire.headers import RANK_HEADER, read_probe
+from sgl_ext.wire.headers import RANK_HEADER
+from sgl_ext.wire.probes import READY_PATH, WORK_PATH, read_probe, read_signs
 
 log = logging.getLogger(__name__)
 
@@ -26,7 +27,6 @@ _PROBE_TIMEOUT = aiohttp.ClientTimeout(total=10)
 # So many probes in a row that an engine accepted and left without an answer show that it hangs.
 SILENT_PROBES = 3
 _TOKEN = {"input_ids": [1], "sampling_params": {"max_new_tokens": 1}}
-WORK_PATH = "/sgl_ext/work"
 # A request that was sent so long after an engine's last sign of life is not what it does.
 SENT_LATE_S = 1.0
 _GENERATE_TIMEOUT = aiohttp.ClientTimeout(total=30)
@@ -193,14 +193,14 @@ class WorkerProbes:
         try:
             async with self.session.get(f"{worker.url}{WORK_PATH}", timeout=_PROBE_TIMEOUT) as got:
                 is_told = got.status == HTTPStatus.OK
-                return msgspec.json.decode(await got.read(), type=Signs) if is_told else None
+                return read_signs(await got.read()) if is_told else None
         except (TimeoutError, aiohttp.ClientError, msgspec.MsgspecError):
             return None
 
     async def _ready(self, worker: Worker) -> tuple[int | None, Mapping[str, str], str]:
         """The status of the answer, its headers, and the status or the failure in words. As
         `_head`."""
-        head, cause = await self._head(f"{worker.url}/ready", _PROBE_TIMEOUT)
+        head, cause = await self._head(f"{worker.url}{READY_PATH}", _PROBE_TIMEOUT)
         if head is None:
             return None, {}, cause
         return head.status, head.headers, f"status {head.status}"

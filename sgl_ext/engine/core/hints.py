@@ -15,7 +15,6 @@ from uuid import uuid4
 
 import xxhash
 
-from scheduler.prefill import Rejection
 from sgl_ext.engine import sglang_api
 from sgl_ext.engine.core.folder import engine_name, secret
 from sgl_ext.engine.core.request_context import RequestContext, conversation_name
@@ -85,15 +84,6 @@ def is_slice(request: Any) -> bool:
 def is_guess(request: Any) -> bool:
     """Whether a request is a slice of a guessed prompt."""
     return is_slice(request) and request.rid[len(secret(_MARK))] == "g"
-
-
-def read_rejection(message: str) -> tuple[Rejection, int, int] | None:
-    """The reason in a rejection's message, how many tokens of the slice are on the device, and how
-    many after them the host would load."""
-    match message.split(" "):
-        case why, on_device, on_host if why in set(Rejection):
-            return Rejection(why), int(on_device), int(on_host)
-    return None
 
 
 def is_forced(request: Any) -> bool:

@@ -66,6 +66,7 @@ from starlette.responses import JSONResponse, PlainTextResponse, Response
 from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
+from scheduler.silence import Signs
 from sgl_ext.compat.errors import EngineError
 from sgl_ext.engine import sglang_api
 from sgl_ext.engine.core.folder import Outbox
@@ -86,13 +87,9 @@ from sgl_ext.protocols.responses import COUNT_RESPONSE, RESPONSES
 from sgl_ext.settings.reloading import engine_values, with_values
 from sgl_ext.settings.schema import SettingsError
 from sgl_ext.wire.events import EVENTS_PATH, SUBSCRIBERS_PATH, Subscribers
-from sgl_ext.wire.headers import (
-    OWNER_HEADER,
-    RANK_HEADER,
-    ProbeAnswer,
-    probe_headers,
-)
+from sgl_ext.wire.headers import OWNER_HEADER, RANK_HEADER
 from sgl_ext.wire.orders import SETTINGS_PATH, Applied, read_version
+from sgl_ext.wire.probes import READY_PATH, WORK_PATH, ProbeAnswer, encode_signs, probe_headers
 
 
 def event_routes(
@@ -266,7 +263,6 @@ def _error(status: HTTPStatus, message: str) -> JSONResponse:
     return JSONResponse({"error": {"message": message}}, status)
 
 
-READY = "/ready"
 STOPPED_S = 3.0
 
 
@@ -283,7 +279,7 @@ def ready_route(
         headers = probe_headers(ProbeAnswer(settings_number(), ranks, role))
         return Response(None, status, headers)
 
-    return Route(READY, ready, methods=["GET"])
+    return Route(READY_PATH, ready, methods=["GET"])
 
 
 class Readiness:
@@ -347,7 +343,6 @@ def settings_route(
     return Route(SETTINGS_PATH, change, methods=["POST"])
 
 
-WORK = "/sgl_ext/work"
 SAMPLE_S = 1.0
 # Of /proc/PID/stat, after the name: minor and major faults, each with those of ended children.
 _FAULTS = slice(7, 11)
@@ -357,11 +352,12 @@ def work_route() -> Route:
     """The route. The engine's age is counted from now."""
     started_s = time.monotonic()
 
-    async def work(_: Request) -> JSONResponse:
+    async def work(_: Request) -> Response:
         faults = await count_faults(faults_by_process, SAMPLE_S)
-        return JSONResponse({"age_s": time.monotonic() - started_s, "page_faults": faults})
+        signs = Signs(time.monotonic() - started_s, faults)
+        return Response(encode_signs(signs), media_type="application/json")
 
-    return Route(WORK, work, methods=["GET"])
+    return Route(WORK_PATH, work, methods=["GET"])
 
 
 async def count_faults(read: Callable[[], Mapping[int, int]], sample_s: float) -> int:

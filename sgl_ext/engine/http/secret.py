@@ -29,13 +29,13 @@ from sgl_ext.protocols.request_ids import HEADER as REQUEST_ID_HEADER
 from sgl_ext.settings.schema import SettingsError
 from sgl_ext.settings.secrets import EngineSecret, is_reachable
 from sgl_ext.wire.headers import INTERNAL_HEADERS, REFUSED, SECRET_HEADER
+from sgl_ext.wire.probes import READY_PATH
 
 log = logging.getLogger(__name__)
 
 _NAME = SECRET_HEADER.encode()
 _INTERNAL = frozenset(name.encode() for name in INTERNAL_HEADERS)
-_READY = "/ready"
-_PROBES = ("/health", _READY)
+_PROBES = ("/health", READY_PATH)
 _FOR_BALANCERS = "/sgl_ext/"
 _RELOAD_S = 1.0
 _FREEZE = "freeze_gc"
@@ -69,7 +69,9 @@ class SecretMiddleware:
             await self.app(scope, receive, send)
         elif not given and scope.get("method") in ("GET", "HEAD") and scope["path"] in _PROBES:
             # SGLang's /health generates a token, which is not for strangers to spend.
-            await self.app({**scope, "path": _READY, "raw_path": _READY.encode()}, receive, send)
+            await self.app(
+                {**scope, "path": READY_PATH, "raw_path": READY_PATH.encode()}, receive, send
+            )
         else:
             await _refuse(scope, receive, send, "wrong" if given else "missing")
 

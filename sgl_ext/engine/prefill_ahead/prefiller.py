@@ -24,13 +24,14 @@ from scheduler.prefill import Rejection, slice_end
 from sgl_ext.engine import sglang_api
 from sgl_ext.engine.arguments import caches
 from sgl_ext.engine.core.counters import counter
-from sgl_ext.engine.core.hints import digest, is_slice_name, read_rejection, slice_name
+from sgl_ext.engine.core.hints import digest, is_slice_name, slice_name
 from sgl_ext.engine.core.request_context import RequestContext, enter
 from sgl_ext.engine.core.shared_prefixes import salt_of_slices
 from sgl_ext.engine.host_cache.token_cache import is_only_sent
 from sgl_ext.engine.sglang_http_types import GenerateReqInput, TokenizerManager
 from sgl_ext.engine.sglang_types import ResolvedArgs
 from sgl_ext.reading.hints import LIMIT, Importance
+from sgl_ext.wire.hints import read_rejection
 
 MOST_JOBS = 256
 RETURN = "return"

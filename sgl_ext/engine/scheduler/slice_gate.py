@@ -22,6 +22,7 @@ from sgl_ext.engine.scheduler.extension import SchedulerExtension, extension_of
 from sgl_ext.engine.scheduler.state import compare, is_plain, state_of
 from sgl_ext.engine.sglang_types import Req, Scheduler, TreeCache
 from sgl_ext.engine.tiers.host_tier import Cached, look_up
+from sgl_ext.wire.hints import rejection_message
 
 _NONE = Cached(0, 0)
 
@@ -69,7 +70,7 @@ def reject_slices(extension: SchedulerExtension, scheduler: Scheduler) -> None:
         why, cached = _decide(extension, scheduler, req)
         compare("slice %s: %s %s", req.rid, why, cached)
         if why is not None:
-            message = f"{why} {cached.on_device} {cached.on_host}"
+            message = rejection_message(why, cached.on_device, cached.on_host)
             reason = {"type": "abort", "message": message}
             scheduler.abort_request(sglang_api.AbortReq(rid=req.rid, finished_reason=reason))
 
