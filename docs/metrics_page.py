@@ -11,8 +11,7 @@ from prometheus_client.core import Metric
 
 from sgl_ext.balancer.admin import engine_metrics
 from sgl_ext.balancer.metrics.registry import Metrics
-from sgl_ext.balancer.routing.worker_sources import WorkerSources
-from sgl_ext.balancer.routing.workers import Workers
+from sgl_ext.balancer.routing.workers import Workers, WorkerSources
 from sgl_ext.engine.core.counters import COUNTERS, GAUGES
 
 PAGE = Path(__file__).with_name("reference") / "metrics.md"

@@ -6,9 +6,9 @@ import time
 from collections.abc import Callable, Sequence
 
 from sgl_ext.balancer.metrics.registry import Metrics
-from sgl_ext.balancer.routing.attempts import RoutingRequest
-from sgl_ext.balancer.routing.prefix.prefixes import Prefixes
+from sgl_ext.balancer.routing.prefixes import Prefixes
 from sgl_ext.balancer.routing.router import Router
+from sgl_ext.balancer.routing.routing_request import RoutingRequest
 from sgl_ext.balancer.routing.workers import Workers
 from sgl_ext.membership.sources import STATIC, StaticList
 from sgl_ext.reading.segments import Chain

@@ -19,7 +19,7 @@ import orjson
 from bench.lib.fleet import router_of
 from bench.lib.index_side import resident_bytes
 from bench.lib.script import require
-from sgl_ext.balancer.routing.prefix.prefix_events import PrefixEventReader
+from sgl_ext.balancer.routing.prefix_events import PrefixEventReader
 from sgl_ext.balancer.routing.router import Router
 
 SEGMENTS = 5_000

@@ -43,13 +43,13 @@ _STEPS = {
     "strip session headers": ("reading/strip", "reading/rewriting"),
     "cut it into segments and hash them": ("reading/segments",),
     "session, priority, tenant, client": (
-        *("reading/client", "reading/hints", "routing/prompt"),
+        *("reading/client", "reading/hints", "routing/routing_request"),
         *("relay/preparation", "sgl_ext/tenants"),
     ),
     "look the prefix up, and choose a worker": (
         *(
             "routing/router",
-            "routing/prefix/prefixes",
+            "routing/prefixes",
             "scheduler/placement",
             "radix/index",
         ),
@@ -60,7 +60,7 @@ _STEPS = {
         *("scheduler/decaying_sum", "scheduler/breaker"),
     ),
     "admission queue and limits": (
-        *("routing/admission_queue", "access/rate_limits", "scheduler/retry_budget"),
+        *("routing/admission", "access/rate_limits", "scheduler/retry_budget"),
     ),
     "send it to the worker": (
         "routing/standby_prefill",

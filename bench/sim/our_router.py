@@ -18,9 +18,9 @@ from bench.sim.engine import Engine
 from bench.sim.segments import Line, apply_line
 from bench.trace.calls import Call
 from radix.index import PrefixIndex
-from sgl_ext.balancer.routing.admission_queue import AdmissionQueue
-from sgl_ext.balancer.routing.attempts import Attempt, RoutingRequest
-from sgl_ext.balancer.routing.worker import Worker
+from sgl_ext.balancer.routing.admission import AdmissionQueue
+from sgl_ext.balancer.routing.routing_request import RoutingRequest
+from sgl_ext.balancer.routing.worker import Attempt, Worker
 from sgl_ext.protocols.errors import BalancerError
 from sgl_ext.reading.client import session_key
 from sgl_ext.wire.peers import Load

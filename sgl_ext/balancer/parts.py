@@ -26,15 +26,14 @@ from sgl_ext.balancer.reporting.diagnosis import DivergenceDetector
 from sgl_ext.balancer.reporting.request_log import LineFile, RequestLog, check_file
 from sgl_ext.balancer.reporting.spans import open_export
 from sgl_ext.balancer.reporting.whole_balancer import WholeBalancer
-from sgl_ext.balancer.routing.admission_queue import AdmissionQueue
+from sgl_ext.balancer.routing.admission import AdmissionQueue
 from sgl_ext.balancer.routing.engine_settings import EngineSettingsSender
-from sgl_ext.balancer.routing.prefix.event_subscriber import EventSubscribers
-from sgl_ext.balancer.routing.prefix.prefixes import Prefixes
+from sgl_ext.balancer.routing.prefix_events import EventSubscribers
+from sgl_ext.balancer.routing.prefixes import Prefixes
 from sgl_ext.balancer.routing.readiness import Readiness
 from sgl_ext.balancer.routing.router import Router
 from sgl_ext.balancer.routing.worker_probes import WorkerProbes
-from sgl_ext.balancer.routing.worker_sources import WorkerSources
-from sgl_ext.balancer.routing.workers import Slots, Workers
+from sgl_ext.balancer.routing.workers import Slots, Workers, WorkerSources
 from sgl_ext.balancer.store.opening import open_store
 from sgl_ext.limits.byte_account import ByteAccount
 from sgl_ext.membership.member import Membership

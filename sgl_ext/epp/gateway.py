@@ -24,8 +24,7 @@ from sgl_ext.balancer.http.upstream import ResponseHead, ResponseReceiver
 from sgl_ext.balancer.metrics.registry import Metrics
 from sgl_ext.balancer.relay.exchange import Exchange
 from sgl_ext.balancer.relay.preparation import Preparation
-from sgl_ext.balancer.routing.attempts import Attempt
-from sgl_ext.balancer.routing.worker import Worker
+from sgl_ext.balancer.routing.worker import Attempt, Worker
 from sgl_ext.balancer.routing.workers import Workers
 from sgl_ext.epp import messages
 from sgl_ext.epp.messages import Response

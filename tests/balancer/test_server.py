@@ -6,7 +6,7 @@ import asyncio
 
 import pytest
 
-from sgl_ext.balancer.routing.admission_queue import AdmissionQueue
+from sgl_ext.balancer.routing.admission import AdmissionQueue
 from sgl_ext.balancer.routing.worker_probes import WorkerProbes
 from sgl_ext.balancer.server import Balancer
 from tests.balancer.conftest import Connect, Serve

@@ -7,9 +7,9 @@ from collections import Counter
 
 from aiohttp import web
 
-from sgl_ext.balancer.routing.admission_queue import AdmissionQueue
-from sgl_ext.balancer.routing.attempts import Attempt, RoutingRequest
-from sgl_ext.balancer.routing.worker import Worker
+from sgl_ext.balancer.routing.admission import AdmissionQueue
+from sgl_ext.balancer.routing.routing_request import RoutingRequest
+from sgl_ext.balancer.routing.worker import Attempt, Worker
 from sgl_ext.protocols.errors import BalancerError
 from sgl_ext.settings.schema import Tenant
 from sgl_ext.tenants import Tenants

@@ -9,7 +9,7 @@ import orjson
 import pytest
 
 from sgl_ext.balancer.reporting.ended_request import Outcome, as_line, ended_request
-from sgl_ext.balancer.routing.attempts import RoutingRequest
+from sgl_ext.balancer.routing.routing_request import RoutingRequest
 from sgl_ext.doctor.__main__ import main
 from sgl_ext.reading.client import ClientFacts
 from sgl_ext.reading.segments import Chain

@@ -29,7 +29,7 @@ OUR_SYMBOLS = (
         "sgl_ext.engine.host_cache.message_cache:MessageCache.recall": "engine message cache",
         "sgl_ext.engine.host_cache.message_cache:MessageCache.convert": "engine message cache",
         f"{_HTTP}.event_broadcaster:EventBroadcaster.apply": "engine events",
-        "sgl_ext.balancer.routing.prefix.prefix_events:PrefixEventReader.apply": "balancer events",
+        "sgl_ext.balancer.routing.prefix_events:PrefixEventReader.apply": "balancer events",
         "sgl_ext.balancer.relay.large_bodies:LargeBodies.call": "balancer large body",
     }
 )

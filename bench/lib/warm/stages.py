@@ -67,7 +67,7 @@ OURS = {
     "sgl_ext.balancer.http.downstream:DownstreamConnection.buffer_updated": "balancer read",
     "sgl_ext.balancer.relay.reading:BodyReader.read": "balancer parse",
     "sgl_ext.balancer.relay.reading:read_prompt": "balancer segments",
-    "sgl_ext.balancer.routing.admission_queue:AdmissionQueue.place": "balancer route",
+    "sgl_ext.balancer.routing.admission:AdmissionQueue.place": "balancer route",
     "sgl_ext.balancer.http.upstream:UpstreamConnection.send": "balancer proxy",
     "sgl_ext.balancer.http.upstream:UpstreamConnection.data_received": "balancer answer",
     "sgl_ext.engine.http.request_hook:read_body": "engine segments",

@@ -45,7 +45,7 @@ from sgl_ext.balancer.cluster.launcher import Answer, Launcher, LauncherUnreacha
 from sgl_ext.balancer.relay.reading import ReadPlan, parse_json
 from sgl_ext.balancer.relay.services import Services
 from sgl_ext.balancer.reporting.request_log import SearchTooLong
-from sgl_ext.balancer.routing.explanation import explain
+from sgl_ext.balancer.routing.router import explain
 from sgl_ext.balancer.routing.worker import Worker
 from sgl_ext.balancer.routing.worker_probes import WorkerProbes
 from sgl_ext.balancer.routing.workers import MOST_ADDED

@@ -13,7 +13,7 @@ from contextlib import contextmanager
 import xxhash
 
 from radix.index_memory import MAX_HOLDERS, IndexMemory
-from sgl_ext.balancer.routing.prefix.prefixes import Prefixes
+from sgl_ext.balancer.routing.prefixes import Prefixes
 from sgl_ext.balancer.routing.workers import Slots
 
 _WRITER = 0

@@ -34,9 +34,8 @@ from cachetools import TTLCache
 
 from sgl_ext.balancer.cluster.group_memory import GroupMemory
 from sgl_ext.balancer.metrics.registry import Metrics
-from sgl_ext.balancer.routing.attempts import Attempt
 from sgl_ext.balancer.routing.router import Router
-from sgl_ext.balancer.routing.worker import Worker
+from sgl_ext.balancer.routing.worker import Attempt, Worker
 from sgl_ext.balancer.store.calls import failure_of
 from sgl_ext.balancer.store.documents import StoreFailed
 from sgl_ext.balancer.store.shared_state import SharedState

@@ -58,9 +58,9 @@ from sgl_ext.balancer.relay.reading import Reading, ReadPlan, without_usage
 from sgl_ext.balancer.relay.services import Services
 from sgl_ext.balancer.reporting.ended_request import EndedRequest, Outcome, ended_request
 from sgl_ext.balancer.reporting.spans import RequestSpans
-from sgl_ext.balancer.routing.attempts import NO_ROUTING, Attempt
-from sgl_ext.balancer.routing.trials import fingerprint_of
-from sgl_ext.balancer.routing.worker import Worker
+from sgl_ext.balancer.routing.admission import fingerprint_of
+from sgl_ext.balancer.routing.routing_request import NO_ROUTING
+from sgl_ext.balancer.routing.worker import Attempt, Worker
 from sgl_ext.limits.bounds import LARGE_BODY_BYTES
 from sgl_ext.protocols.cache_diagnostics import find_event, with_diagnosis
 from sgl_ext.protocols.errors import BalancerError, internal_error, no_engine, shutting_down

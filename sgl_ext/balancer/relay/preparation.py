@@ -22,7 +22,7 @@ from sgl_ext.balancer.relay.reading import Reading, ReadPlan
 from sgl_ext.balancer.relay.services import Services
 from sgl_ext.balancer.reporting.cache_turns import CacheTurn
 from sgl_ext.balancer.reporting.diagnosis import PromptDiagnosis
-from sgl_ext.balancer.routing.attempts import NO_ROUTING, RoutingRequest
+from sgl_ext.balancer.routing.routing_request import NO_ROUTING, RoutingRequest
 from sgl_ext.protocols.errors import BalancerError, no_memory
 from sgl_ext.protocols.registry import GENERATE
 from sgl_ext.reading.client import NO_FACTS, ClientFacts, shown_name, stated_session, with_body

@@ -17,7 +17,7 @@ import orjson
 
 from sgl_ext.balancer.conversations import contexts
 from sgl_ext.balancer.conversations.expansion import Expander, Found, Named, Turn
-from sgl_ext.balancer.routing.prompt import Prompt, read_prompt
+from sgl_ext.balancer.routing.routing_request import Prompt, read_prompt
 from sgl_ext.limits.bounds import MAX_TOOLS, UNCOUNTED_BYTES, Excess, find_excess, find_many
 from sgl_ext.prompts.blocks import NamedBlock
 from sgl_ext.prompts.cache_miss import Settings, settings_of

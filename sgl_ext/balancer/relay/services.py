@@ -33,11 +33,10 @@ from sgl_ext.balancer.reporting.activity import Activity, HitRates
 from sgl_ext.balancer.reporting.cache_turns import CacheTurns
 from sgl_ext.balancer.reporting.request_log import RequestLog, SampledLog
 from sgl_ext.balancer.reporting.spans import SpanExport
-from sgl_ext.balancer.routing.admission_queue import AdmissionQueue
+from sgl_ext.balancer.routing.admission import AdmissionQueue, Trials
 from sgl_ext.balancer.routing.readiness import Readiness
 from sgl_ext.balancer.routing.router import Router
 from sgl_ext.balancer.routing.standby_prefill import StandbyPrefill
-from sgl_ext.balancer.routing.trials import Trials
 from sgl_ext.balancer.routing.worker import Worker
 from sgl_ext.limits.bounds import LARGE_BODY_BYTES
 from sgl_ext.limits.byte_account import ByteAccount

@@ -15,7 +15,8 @@ from dataclasses import dataclass, field
 
 from sgl_ext.balancer.metrics.registry import Metrics
 from sgl_ext.balancer.reporting.diagnosis import DivergenceDetector, PromptDiagnosis
-from sgl_ext.balancer.routing.attempts import Attempt, RoutingRequest
+from sgl_ext.balancer.routing.routing_request import RoutingRequest
+from sgl_ext.balancer.routing.worker import Attempt
 from sgl_ext.prompts.cache_miss import Fingerprint, Settings, find_miss
 from sgl_ext.prompts.prompt import Left, Prompt, left_by
 from sgl_ext.protocols.cache_diagnostics import NOT_FOUND, Found, Question, answer_id

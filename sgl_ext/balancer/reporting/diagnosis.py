@@ -12,7 +12,7 @@ from typing import Any, NamedTuple, TypeVar
 import orjson
 
 from sgl_ext.balancer.metrics.registry import Metrics
-from sgl_ext.balancer.routing.attempts import RoutingRequest
+from sgl_ext.balancer.routing.routing_request import RoutingRequest
 from sgl_ext.prompts.blocks import (
     CONTEXT_CHANGED,
     MAX_SESSIONS,

@@ -31,7 +31,8 @@ import orjson
 
 from scheduler.placement import PlacementRequest, WorkerView, score_all
 from sgl_ext.balancer.reporting.diagnosis import PromptDiagnosis
-from sgl_ext.balancer.routing.attempts import Attempt, RoutingRequest
+from sgl_ext.balancer.routing.routing_request import RoutingRequest
+from sgl_ext.balancer.routing.worker import Attempt
 from sgl_ext.reading.client import NO_FACTS, ClientFacts
 from sgl_ext.reading.usage import Usage
 

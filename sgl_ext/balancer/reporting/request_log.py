@@ -28,7 +28,7 @@ from sgl_ext.balancer.metrics.registry import Metrics
 from sgl_ext.balancer.reporting.activity import Activity
 from sgl_ext.balancer.reporting.diagnosis import DivergenceDetector, PromptDiagnosis
 from sgl_ext.balancer.reporting.ended_request import EndedRequest, as_line, start_of_line
-from sgl_ext.balancer.routing.attempts import Attempt
+from sgl_ext.balancer.routing.worker import Attempt
 from sgl_ext.settings.schema import SettingsError
 
 log = logging.getLogger(__name__)

@@ -7,18 +7,15 @@ worker, and its prefix is expected there. Attempts that follow it wait until its
 """
 
 from collections.abc import Callable, Sequence
-from typing import Protocol
-
-import msgspec
 
 from radix.in_flight_prefixes import InFlightPrefix
 from scheduler.placement import Placement, WorkerView
 from scheduler.sessions import Sessions
 from scheduler.speeds import Speeds
 from scheduler.working_set import WorkingSet
-from sgl_ext.balancer.routing.prefix.prefixes import HeldPrefix, Prefixes
-from sgl_ext.balancer.routing.worker import Worker
-from sgl_ext.reading.segments import Chain
+from sgl_ext.balancer.routing.prefixes import HeldPrefix, Prefixes
+from sgl_ext.balancer.routing.routing_request import RoutingRequest
+from sgl_ext.balancer.routing.worker import Attempt, Worker, unknown
 
 SESSION_LIVE_S = 60.0
 # How long an engine has to report a prefix that it has computed.
@@ -29,134 +26,6 @@ UNCONFIRMED_S = 600.0
 PEER_PREFIX_S = 30.0
 # Waiting for a shared prefix that is being computed pays from this length on.
 FOLLOW_TOKENS = 512
-
-
-class RoutingRequest(msgspec.Struct, frozen=True, gc=False):
-    """What routing needs to know of a request.
-
-    session: a number for the agent's conversation. name: of its session, if its client states one.
-    prefix: breaks ties; equal for requests that share a beginning.
-    runs: whether the engine's scheduler runs it, so that it needs capacity there.
-    warms: whether it is prefilled ahead, when the engine is idle: it is no load, and no request
-        waits for its prefix.
-    only: the URLs of the engines that it may go to; None: any.
-    """
-
-    chain: Chain
-    session: int | None
-    prefix: int
-    prompt_tokens: int
-    is_final: bool = False
-    priority: int = 0
-    output_tokens: int = 0
-    tenant: str = ""
-    runs: bool = True
-    warms: bool = False
-    only: frozenset[str] | None = None
-    name: str = ""
-
-    @property
-    def agent(self) -> int | None:
-        """The agent whose memory is counted: one conversation of a session. A client states its
-        session's id itself, so that it could state one for many conversations."""
-        begin = self.chain.session
-        if self.session is None or begin is None:
-            return self.session
-        return (self.session * _MIXER ^ begin) & _MASK
-
-    @property
-    def session_name(self) -> str | None:
-        """The session as logs and pages have it; None if it is unknown."""
-        if self.name or self.session is None:
-            return self.name or None
-        return f"{self.session:032x}"
-
-
-_MIXER, _MASK = 0x9E3779B97F4A7C15F39CC0605CEDC835, (1 << 128) - 1
-NO_ROUTING = RoutingRequest(Chain(), None, 0, 0, runs=False)
-
-
-def _unknown(worker: str) -> int | None:
-    return None
-
-
-class Served(Protocol):
-    """The request that an attempt serves."""
-
-    def abandon(self, reason: str) -> None:
-        """The worker will not answer."""
-        ...
-
-
-class Attempt(msgspec.Struct, eq=False):
-    """One attempt to serve a request on one worker.
-
-    decoder: the decode engine that answers, if `worker` is a prefill engine.
-    is_beyond: whether it was sent beyond the worker's capacity.
-    considered: workers that it could have gone to, as they were: all, or of many those that were
-        compared. For a session that stays on its worker that one and those that hold most; in a
-        large fleet that one alone, unless the router lists others.
-    held_at: the tokens that another worker, by its id, was expected to hold of the prompt; None if
-        it could not have gone there.
-    predicted_tokens: prompt tokens that the worker held in any tier when the attempt began.
-    expected_tokens: the same, with those that it was about to hold.
-    uncached_tokens: prompt tokens that the worker still has to compute for it; those that it loads
-        count with what loading costs.
-    began_s: when it began. sent_s: when its request was sent; None before that.
-    first_byte_s: when its prompt was computed; 0 before that.
-    work_tokens: what the worker had to compute for its first byte; 0 if that shows no speed.
-    running_tokens: what the attempt counts with in the worker's `running`. decoder_tokens: the same
-        in that of the decoder, which holds no prefix.
-    follows: the attempt that computes a prefix this one waits for; `followers` wait for this one.
-    served: the request, while the attempt runs.
-    """
-
-    routing: RoutingRequest
-    worker: Worker
-    placement: Placement
-    considered: Sequence[WorkerView] = ()
-    held_at: Callable[[str], int | None] = _unknown
-    predicted_tokens: int = 0
-    expected_tokens: int = 0
-    uncached_tokens: int = 0
-    began_s: float = 0.0
-    sent_s: float | None = None
-    first_byte_s: float = 0.0
-    work_tokens: int = 0
-    running_tokens: int = 0
-    decoder_tokens: int = 0
-    decoding: bool = False
-    in_flight_prefix: InFlightPrefix | None = None
-    follows: "Attempt | None" = None
-    followers: list[Callable[[], None]] = []
-    served: Served | None = None
-    decoder: Worker | None = None
-    is_beyond: bool = False
-
-    @property
-    def answerer(self) -> Worker:
-        """The worker that answers."""
-        return self.worker if self.decoder is None else self.decoder
-
-    def serves(self, request: Served) -> None:
-        """The request learns if the attempt is abandoned."""
-        self.served = request
-
-    def abandon(self, reason: str) -> None:
-        """The worker will not answer."""
-        if self.served is not None:
-            self.served.abandon(reason)
-
-    def waits_for_prefix(self, resume: Callable[[], None]) -> bool:
-        """Whether the prefix that it follows is still being computed. Then `resume` is called when
-        it is, or when the attempt that computes it has ended."""
-        followed = self.follows
-        if followed is None or followed.in_flight_prefix is None:
-            return False
-        if followed.in_flight_prefix.computed:
-            return False
-        followed.followers.append(resume)
-        return True
 
 
 class Attempts:
@@ -187,7 +56,7 @@ class Attempts:
         decoder: Worker | None = None,
         *,
         is_beyond: bool = False,
-        held_at: Callable[[str], int | None] = _unknown,
+        held_at: Callable[[str], int | None] = unknown,
     ) -> Attempt:
         """Begins an attempt on a worker, which holds `held` of the prompt."""
         now_s = self._clock()

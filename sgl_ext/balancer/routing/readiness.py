@@ -14,7 +14,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from sgl_ext.balancer.routing.prefix.prefixes import Prefixes
+from sgl_ext.balancer.routing.prefixes import Prefixes
 from sgl_ext.balancer.routing.worker import Worker
 from sgl_ext.balancer.routing.workers import Workers, can_answer
 

@@ -16,9 +16,8 @@ from cachetools import TTLCache
 from scheduler.placement import choose_standby, is_strained
 from sgl_ext.balancer.http.request_head import RequestHead
 from sgl_ext.balancer.metrics.registry import Metrics
-from sgl_ext.balancer.routing.attempts import Attempt
 from sgl_ext.balancer.routing.router import Router
-from sgl_ext.balancer.routing.worker import Worker
+from sgl_ext.balancer.routing.worker import Attempt, Worker
 from sgl_ext.protocols.registry import of_path
 from sgl_ext.protocols.request_ids import HEADER
 from sgl_ext.protocols.routes import PREFILL

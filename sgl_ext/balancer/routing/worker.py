@@ -1,23 +1,27 @@
-"""One engine as the balancer sees it: its state, its load and its capacity. Of an engine with data
-parallelism each rank is a worker, with a cache, a load and a capacity of its own."""
+"""One engine as the balancer sees it: its state, its load, its capacity, and the attempts at it.
 
-from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any, NamedTuple
+Of an engine with data parallelism each rank is a worker, with a cache, a load and a capacity of its
+own.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple, Protocol
 from urllib.parse import urlsplit
 
+import msgspec
+
+from radix.in_flight_prefixes import InFlightPrefix
 from scheduler.agent_admission import PrefillPace, pool_tokens
 from scheduler.averages import DecayingSum
 from scheduler.breaker import Breaker, State
 from scheduler.capacity import Capacity, InFlight
-from scheduler.placement import LOAD_SHARE, RECENT_S, SHARED_SHARE
+from scheduler.placement import LOAD_SHARE, RECENT_S, SHARED_SHARE, Placement, WorkerView
 from scheduler.silence import stalled_after_s
 from scheduler.speeds import EVEN
+from sgl_ext.balancer.routing.routing_request import RoutingRequest
 from sgl_ext.membership.member import Member
 from sgl_ext.pin_mirror import PinMirror
 from sgl_ext.wire.peers import Load
-
-if TYPE_CHECKING:
-    from sgl_ext.balancer.routing.attempts import Attempt
 
 STATES = (
     "ready",
@@ -38,6 +42,90 @@ SETTLED_S = 0.5
 def rank_id(engine: str, rank: int) -> str:
     """The id of a rank of an engine."""
     return f"{engine}#{rank}" if rank else engine
+
+
+def unknown(worker: str) -> int | None:
+    """Stands for what workers hold where that is not known."""
+    return None
+
+
+class Served(Protocol):
+    """The request that an attempt serves."""
+
+    def abandon(self, reason: str) -> None:
+        """The worker will not answer."""
+        ...
+
+
+class Attempt(msgspec.Struct, eq=False):
+    """One attempt to serve a request on one worker.
+
+    decoder: the decode engine that answers, if `worker` is a prefill engine.
+    is_beyond: whether it was sent beyond the worker's capacity.
+    considered: workers that it could have gone to, as they were: all, or of many those that were
+        compared. For a session that stays on its worker that one and those that hold most; in a
+        large fleet that one alone, unless the router lists others.
+    held_at: the tokens that another worker, by its id, was expected to hold of the prompt; None if
+        it could not have gone there.
+    predicted_tokens: prompt tokens that the worker held in any tier when the attempt began.
+    expected_tokens: the same, with those that it was about to hold.
+    uncached_tokens: prompt tokens that the worker still has to compute for it; those that it loads
+        count with what loading costs.
+    began_s: when it began. sent_s: when its request was sent; None before that.
+    first_byte_s: when its prompt was computed; 0 before that.
+    work_tokens: what the worker had to compute for its first byte; 0 if that shows no speed.
+    running_tokens: what the attempt counts with in the worker's `running`. decoder_tokens: the same
+        in that of the decoder, which holds no prefix.
+    follows: the attempt that computes a prefix this one waits for; `followers` wait for this one.
+    served: the request, while the attempt runs.
+    """
+
+    routing: RoutingRequest
+    worker: "Worker"
+    placement: Placement
+    considered: Sequence[WorkerView] = ()
+    held_at: Callable[[str], int | None] = unknown
+    predicted_tokens: int = 0
+    expected_tokens: int = 0
+    uncached_tokens: int = 0
+    began_s: float = 0.0
+    sent_s: float | None = None
+    first_byte_s: float = 0.0
+    work_tokens: int = 0
+    running_tokens: int = 0
+    decoder_tokens: int = 0
+    decoding: bool = False
+    in_flight_prefix: InFlightPrefix | None = None
+    follows: "Attempt | None" = None
+    followers: list[Callable[[], None]] = []
+    served: Served | None = None
+    decoder: "Worker | None" = None
+    is_beyond: bool = False
+
+    @property
+    def answerer(self) -> "Worker":
+        """The worker that answers."""
+        return self.worker if self.decoder is None else self.decoder
+
+    def serves(self, request: Served) -> None:
+        """The request learns if the attempt is abandoned."""
+        self.served = request
+
+    def abandon(self, reason: str) -> None:
+        """The worker will not answer."""
+        if self.served is not None:
+            self.served.abandon(reason)
+
+    def waits_for_prefix(self, resume: Callable[[], None]) -> bool:
+        """Whether the prefix that it follows is still being computed. Then `resume` is called when
+        it is, or when the attempt that computes it has ended."""
+        followed = self.follows
+        if followed is None or followed.in_flight_prefix is None:
+            return False
+        if followed.in_flight_prefix.computed:
+            return False
+        followed.followers.append(resume)
+        return True
 
 
 class Worker:

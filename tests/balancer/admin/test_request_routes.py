@@ -22,7 +22,8 @@ from sgl_ext.balancer.reporting.ended_request import (
     ended_request,
 )
 from sgl_ext.balancer.reporting.request_log import MOST_REMEMBERED, LineFile, RequestLog
-from sgl_ext.balancer.routing.attempts import NO_ROUTING, Attempt
+from sgl_ext.balancer.routing.routing_request import NO_ROUTING
+from sgl_ext.balancer.routing.worker import Attempt
 from tests.balancer.conftest import Engine, Start
 from tests.balancer.test_routing import until
 from tests.balancer.workers import workers_at

@@ -22,9 +22,9 @@ from sgl_ext.balancer.cluster.peers import (
     StoreMessages,
 )
 from sgl_ext.balancer.metrics.registry import Metrics
-from sgl_ext.balancer.routing.attempts import Attempt, RoutingRequest
-from sgl_ext.balancer.routing.explanation import explain
-from sgl_ext.balancer.routing.router import Router
+from sgl_ext.balancer.routing.router import Router, explain
+from sgl_ext.balancer.routing.routing_request import RoutingRequest
+from sgl_ext.balancer.routing.worker import Attempt
 from sgl_ext.wire.peers import Load
 from tests.balancer.shared_memory import SharedMemory
 from tests.balancer.wire import until

@@ -11,8 +11,8 @@ from aiohttp import ClientSession
 from scheduler.placement import Placement
 from sgl_ext.balancer.metrics.registry import Metrics
 from sgl_ext.balancer.reporting.cache_turns import CacheTurn, CacheTurns
-from sgl_ext.balancer.routing.attempts import Attempt, RoutingRequest
-from sgl_ext.balancer.routing.worker import Worker
+from sgl_ext.balancer.routing.routing_request import RoutingRequest
+from sgl_ext.balancer.routing.worker import Attempt, Worker
 from sgl_ext.membership.member import Member
 from sgl_ext.prompts.cache_miss import settings_of
 from sgl_ext.protocols.cache_diagnostics import NOT_FOUND, Question

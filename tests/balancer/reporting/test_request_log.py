@@ -10,7 +10,8 @@ from sgl_ext.balancer.metrics.registry import Metrics
 from sgl_ext.balancer.reporting.activity import Activity
 from sgl_ext.balancer.reporting.ended_request import Outcome, ended_request
 from sgl_ext.balancer.reporting.request_log import RequestLog
-from sgl_ext.balancer.routing.attempts import NO_ROUTING, Attempt, RoutingRequest
+from sgl_ext.balancer.routing.routing_request import NO_ROUTING, RoutingRequest
+from sgl_ext.balancer.routing.worker import Attempt
 from sgl_ext.reading.client import NO_FACTS, ClientFacts
 from sgl_ext.reading.segments import Chain
 from sgl_ext.reading.usage import Usage

@@ -12,9 +12,9 @@ from msgspec.structs import replace
 
 from scheduler import order
 from sgl_ext.balancer.metrics.registry import band
-from sgl_ext.balancer.routing.admission_queue import HOME_WAIT_S, RESERVE_S, AdmissionQueue
-from sgl_ext.balancer.routing.attempts import NO_ROUTING, Attempt, RoutingRequest
-from sgl_ext.balancer.routing.worker import Worker
+from sgl_ext.balancer.routing.admission import HOME_WAIT_S, RESERVE_S, AdmissionQueue
+from sgl_ext.balancer.routing.routing_request import NO_ROUTING, RoutingRequest
+from sgl_ext.balancer.routing.worker import Attempt, Worker
 from sgl_ext.membership.sources import STATIC
 from sgl_ext.protocols.errors import BalancerError
 from sgl_ext.wire.peers import Load

@@ -9,8 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from scheduler.working_set import GROWTH
-from sgl_ext.balancer.routing.admission_queue import AdmissionQueue
-from sgl_ext.balancer.routing.agent_gate import MOST_COMPARED, AgentGate
+from sgl_ext.balancer.routing.admission import MOST_COMPARED, AdmissionQueue, AgentGate
 from tests.balancer.routing.test_admission_queue import Queue, QueuedRequest, landed
 from tests.balancer.routing.test_router import A, Setting
 

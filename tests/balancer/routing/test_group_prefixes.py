@@ -6,8 +6,8 @@ import orjson
 import pytest
 
 from sgl_ext.balancer.cluster.group_memory import GroupMemory
-from sgl_ext.balancer.routing.prefix.prefix_events import EventStreamBroken, PrefixEventReader
-from sgl_ext.balancer.routing.prefix.prefixes import Prefixes
+from sgl_ext.balancer.routing.prefix_events import EventStreamBroken, PrefixEventReader
+from sgl_ext.balancer.routing.prefixes import Prefixes
 from sgl_ext.pin_mirror import PinMirror
 from sgl_ext.reading.segments import Chain
 

@@ -14,12 +14,9 @@ from hypothesis import strategies as st
 from scheduler.capacity import Capacity
 from scheduler.placement import DELAY, PlacementRequest, WorkerView, place, score_all
 from scheduler.shortlist import SMALL_FLEET
-from sgl_ext.balancer.routing.attempts import Attempt, RoutingRequest
-from sgl_ext.balancer.routing.candidates import REREAD_S
-from sgl_ext.balancer.routing.explanation import explain
-from sgl_ext.balancer.routing.homes import MOST_LISTED
-from sgl_ext.balancer.routing.router import Router
-from sgl_ext.balancer.routing.worker import Worker
+from sgl_ext.balancer.routing.router import MOST_LISTED, REREAD_S, Router, explain
+from sgl_ext.balancer.routing.routing_request import RoutingRequest
+from sgl_ext.balancer.routing.worker import Attempt, Worker
 from sgl_ext.reading.segments import Chain
 from sgl_ext.wire.peers import Load
 from tests.balancer.routing.test_router import Setting

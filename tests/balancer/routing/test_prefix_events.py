@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from radix.in_flight_prefixes import InFlightPrefixes
 from radix.index import PrefixIndex
-from sgl_ext.balancer.routing.prefix.prefix_events import (
+from sgl_ext.balancer.routing.prefix_events import (
     EventStreamBroken,
     Fault,
     PrefixEventReader,

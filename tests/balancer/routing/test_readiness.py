@@ -6,7 +6,7 @@ import orjson
 
 from sgl_ext.balancer.cluster.group_memory import GroupMemory
 from sgl_ext.balancer.metrics.registry import Metrics
-from sgl_ext.balancer.routing.prefix.prefixes import Prefixes
+from sgl_ext.balancer.routing.prefixes import Prefixes
 from sgl_ext.balancer.routing.readiness import Readiness
 from sgl_ext.balancer.routing.worker import Worker
 from tests.balancer.conftest import Engine, Start

@@ -11,10 +11,9 @@ from prometheus_client import generate_latest
 
 from scheduler.speeds import EVEN
 from sgl_ext.balancer.metrics.registry import Metrics
-from sgl_ext.balancer.routing.attempts import Attempt, RoutingRequest
-from sgl_ext.balancer.routing.explanation import explain
-from sgl_ext.balancer.routing.router import Router
-from sgl_ext.balancer.routing.worker import Worker
+from sgl_ext.balancer.routing.router import Router, explain
+from sgl_ext.balancer.routing.routing_request import RoutingRequest
+from sgl_ext.balancer.routing.worker import Attempt, Worker
 from tests.balancer.workers import workers_at
 
 A, B = "http://a", "http://b"

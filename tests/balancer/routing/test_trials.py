@@ -5,8 +5,9 @@ from __future__ import annotations
 import pytest
 
 from scheduler.suspects import ENDED_S, LAST_WAIT_S, REFUSED_S, SETTLE_S
-from sgl_ext.balancer.routing.attempts import NO_ROUTING, Attempt, RoutingRequest
-from sgl_ext.balancer.routing.trials import Trials, fingerprint_of
+from sgl_ext.balancer.routing.admission import Trials, fingerprint_of
+from sgl_ext.balancer.routing.routing_request import NO_ROUTING, RoutingRequest
+from sgl_ext.balancer.routing.worker import Attempt
 from sgl_ext.protocols.errors import BalancerError
 from tests.balancer.routing.test_router import Setting
 

@@ -9,8 +9,7 @@ from contextlib import asynccontextmanager
 import pytest
 
 from sgl_ext.balancer.metrics.registry import Metrics
-from sgl_ext.balancer.routing.worker_sources import WorkerSources
-from sgl_ext.balancer.routing.workers import Workers
+from sgl_ext.balancer.routing.workers import Workers, WorkerSources
 from sgl_ext.membership.member import Member, MembershipError
 from tests.waiting import HANG_S
 

@@ -12,7 +12,7 @@ from prometheus_client import generate_latest
 
 from sgl_ext.balancer.metrics.registry import Metrics
 from sgl_ext.balancer.routing import workers as table_of_workers
-from sgl_ext.balancer.routing.explanation import explain
+from sgl_ext.balancer.routing.router import explain
 from sgl_ext.balancer.routing.worker import Worker
 from sgl_ext.balancer.routing.workers import Workers
 from sgl_ext.membership.member import Member

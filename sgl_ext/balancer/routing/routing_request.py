@@ -1,4 +1,4 @@
-"""What routing reads in a request's prompt, without any state of the balancer."""
+"""What routing needs to know of a request, and what it reads of that in the prompt."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -64,3 +64,48 @@ def read_prompt(
         read_importance(headers, body, ceiling, defaults),
         stated_name(headers, body),
     )
+
+
+class RoutingRequest(msgspec.Struct, frozen=True, gc=False):
+    """What routing needs to know of a request.
+
+    session: a number for the agent's conversation. name: of its session, if its client states one.
+    prefix: breaks ties; equal for requests that share a beginning.
+    runs: whether the engine's scheduler runs it, so that it needs capacity there.
+    warms: whether it is prefilled ahead, when the engine is idle: it is no load, and no request
+        waits for its prefix.
+    only: the URLs of the engines that it may go to; None: any.
+    """
+
+    chain: Chain
+    session: int | None
+    prefix: int
+    prompt_tokens: int
+    is_final: bool = False
+    priority: int = 0
+    output_tokens: int = 0
+    tenant: str = ""
+    runs: bool = True
+    warms: bool = False
+    only: frozenset[str] | None = None
+    name: str = ""
+
+    @property
+    def agent(self) -> int | None:
+        """The agent whose memory is counted: one conversation of a session. A client states its
+        session's id itself, so that it could state one for many conversations."""
+        begin = self.chain.session
+        if self.session is None or begin is None:
+            return self.session
+        return (self.session * _MIXER ^ begin) & _MASK
+
+    @property
+    def session_name(self) -> str | None:
+        """The session as logs and pages have it; None if it is unknown."""
+        if self.name or self.session is None:
+            return self.name or None
+        return f"{self.session:032x}"
+
+
+_MIXER, _MASK = 0x9E3779B97F4A7C15F39CC0605CEDC835, (1 << 128) - 1
+NO_ROUTING = RoutingRequest(Chain(), None, 0, 0, runs=False)

@@ -1,6 +1,10 @@
-"""The admission queue: requests wait here while no worker has capacity for them.
+"""Where requests wait before they are placed: for a trial, for memory, and for a worker's capacity.
 
-Capacity is what engines report (`scheduler.capacity`), within `--max-in-flight` in any case. The
+    Trials --> [wait for a trial] --> AgentGate --> [wait for memory] --> AdmissionQueue
+                                                 placed <-- [wait for capacity] <--+
+
+In the admission queue requests wait while no worker has capacity for them. Capacity is what engines
+report (`scheduler.capacity`), within `--max-in-flight` in any case. The
 order is the engines' own (`scheduler.order`): priority and age, tenants in turn, the cheapest
 first. If too many requests wait, the last of that order is rejected.
 
@@ -16,26 +20,43 @@ the first free slot would leave its cache behind. Two seconds are the time to co
 40,000 tokens again at 20,000 tokens/s.
 
 Before that, with `hold_s`, a request is held back while the agents of its worker need all of the
-worker's memory (`agent_gate`). Requests that are held back are no part of the queue, and hold up
-nothing. They are sent on in the same order.
+worker's memory (`AgentGate`). Requests that are held back are no part of the queue, and hold up
+nothing. They are sent on in the same order. `scheduler.agent_admission` decides for each worker
+that a request may go to: the one that has its conversation, or all. What agents use is counted as
+attempts begin and end (`scheduler.working_set`). A worker that reports no memory holds
+nothing back. In a large fleet a new agent looks at some workers at a time, in turn.
+
+Requests that may have ended an engine wait before both, until each is sent again alone. There
+`scheduler.suspects` decides, and only while some request is suspected.
 """
 
+import logging
 import time
 from collections import Counter
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
 from functools import partial
 from http import HTTPStatus
+from itertools import islice
 from typing import Protocol
 
+import xxhash
+
+from scheduler import suspects
+from scheduler.agent_admission import Demand, Pool, has_time, is_sent
 from scheduler.order import Entry, OrderedQueue, Served, Waiting, step, window_of
+from scheduler.suspects import AGAIN, LIMIT, REFUSED, REFUSED_S, Suspects
 from scheduler.working_set import LIMIT as MOST_AGENTS
+from scheduler.working_set import WorkingSet
 from sgl_ext.balancer.metrics.registry import BANDS, Metrics, band
-from sgl_ext.balancer.routing.agent_gate import AgentGate
-from sgl_ext.balancer.routing.attempts import Attempt, RoutingRequest
-from sgl_ext.balancer.routing.router import Router
-from sgl_ext.balancer.routing.worker import Worker
+from sgl_ext.balancer.routing.prefixes import HeldBySlot
+from sgl_ext.balancer.routing.router import Router, allowed
+from sgl_ext.balancer.routing.routing_request import RoutingRequest
+from sgl_ext.balancer.routing.worker import DECODE, PREFILL, Attempt, Worker
 from sgl_ext.protocols.errors import BalancerError, no_engine
+
+log = logging.getLogger(__name__)
+
 
 HOME_WAIT_S = 2.0
 RESERVE_S = 10.0
@@ -337,3 +358,322 @@ class AdmissionQueue:
         state = "busy" if self.router.any_available() else "restarting"
         message = f"All engines are {state}. {why}"
         request.rejected(BalancerError(HTTPStatus.SERVICE_UNAVAILABLE, message, _RETRY_AFTER_S))
+
+
+MOST_COMPARED = 32
+
+
+class AgentGate:
+    """hold_s: how long a request is held back at most; 0: never."""
+
+    def __init__(self, router: Router, hold_s: float) -> None:
+        self._router = router
+        self._next = 0
+        self.change(hold_s)
+
+    def __len__(self) -> int:
+        """How many agents it knows."""
+        return len(self._router.attempts.working_set or ())
+
+    def change(self, hold_s: float) -> None:
+        """Changes how long a request is held back. What agents use is counted while it is not 0."""
+        self.hold_s = hold_s
+        attempts = self._router.attempts
+        if not hold_s:
+            attempts.working_set = None
+        elif attempts.working_set is None:
+            attempts.working_set = WorkingSet()
+
+    def holds(self, routing: RoutingRequest, waited_s: float, now_s: float) -> bool:
+        """Whether a request is held back."""
+        working_set = self._router.attempts.working_set
+        if working_set is None or routing.agent is None or not routing.runs:
+            return False
+        working_set.expire(now_s)
+        held: HeldBySlot | None = None
+        workers = self._workers(routing)
+        for worker in workers:
+            if worker.pool_tokens <= 0 or self._has_time(worker, now_s):
+                return False
+            pool = self._pool(routing, worker, working_set)
+            held = held or self._router.prefixes.lookup(routing.chain)
+            demand = self._demand(routing, worker, held, working_set)
+            if is_sent(demand, pool, waited_s, self.hold_s, self._router.tenants.weights):
+                return False
+        return bool(workers)
+
+    def held_back(self, routing: RoutingRequest) -> None:
+        """A request is held back from now on."""
+        working_set = self._router.attempts.working_set
+        if working_set is not None and routing.agent is not None:
+            working_set.waits(routing.agent)
+
+    def home(self, routing: RoutingRequest) -> int | None:
+        """The slot of the worker that has a request's session."""
+        sessions = self._router.attempts.sessions
+        home = None if routing.session is None else sessions.home(routing.session)
+        return None if home is None else home[0]
+
+    def _workers(self, routing: RoutingRequest) -> list[Worker]:
+        """Where a request may go: where its session is, or else anywhere."""
+        workers, home = self._router.workers, self.home(routing)
+        worker = None if home is None else workers.at_slot(home)
+        found = [worker] if worker is not None and worker.is_available else workers.all
+        found = [w for w in allowed(found, routing.only) if w.is_available and w.role != DECODE]
+        if len(found) <= MOST_COMPARED:
+            return found
+        begin = self._next = (self._next + MOST_COMPARED) % len(found)
+        return [*islice((*found[begin:], *found[:begin]), MOST_COMPARED)]
+
+    @staticmethod
+    def _has_time(worker: Worker, now_s: float) -> bool:
+        in_flight = worker.in_flight + worker.peer_load.in_flight
+        pending_tokens = worker.total_pending_tokens(now_s)
+        return has_time(in_flight, pending_tokens, worker.pace.share(now_s))
+
+    def _pool(self, routing: RoutingRequest, worker: Worker, working_set: WorkingSet) -> Pool:
+        slot, agent = worker.slot, routing.agent or 0
+        return Pool(
+            worker.pool_tokens,
+            working_set.used(slot, agent),
+            working_set.less_important(slot, routing.tenant, routing.priority, agent),
+            working_set.awaited(slot, agent),
+        )
+
+    def _demand(
+        self,
+        routing: RoutingRequest,
+        worker: Worker,
+        by_slot: HeldBySlot,
+        working_set: WorkingSet,
+    ) -> Demand:
+        held, prefixes = by_slot.of(worker), self._router.prefixes
+        tokens = prefixes.prompt_tokens(routing.chain, held, routing.prompt_tokens)
+        held_tokens = held.expected_tokens + held.slower_tokens
+        own_tokens = working_set.own_tokens(routing.agent or 0, tokens, held_tokens)
+        return Demand(routing.tenant, tokens, held_tokens, own_tokens)
+
+
+_TRIAL_RETRY_AFTER_S = 5
+
+
+class Suspect(Protocol):
+    """A request that may wait here.
+
+    fingerprint: of its tenant and its prompt; "" if it has none. waits_since_s: since when it
+    waits; None if it has not waited.
+    """
+
+    routing: RoutingRequest
+    waits_since_s: float | None
+
+    @property
+    def fingerprint(self) -> str: ...
+    def release(self, *, on_trial: bool) -> None: ...
+    def refuse(self, error: BalancerError) -> None: ...
+    def rejected(self, error: BalancerError) -> None: ...
+
+
+def fingerprint_of(tenant: str, routing: RoutingRequest, body: bytes | bytearray) -> str:
+    """What a request has in common with one that its client sends again: the tenant, and the text
+    of its prompt, or else its body. "" if it has neither."""
+    hashes = routing.chain.hashes
+    if not hashes and not body:
+        return ""
+    found = xxhash.xxh3_128(tenant.encode())
+    found.update(b"\xffp%x" % hashes[-1] if hashes else b"\xffb")
+    if not hashes:
+        found.update(body)
+    return found.hexdigest()
+
+
+def refused() -> BalancerError:
+    """A request that ended two engines. A client that repeats it would end others."""
+    message = (
+        "Two engines ended while they ran this request, so it is not sent to another one. The same "
+        f"prompt is refused for {REFUSED_S:g} s."
+    )
+    return BalancerError(HTTPStatus.BAD_REQUEST, message, code="request_ends_engines")
+
+
+@dataclass(eq=False)
+class Trials:
+    """The requests of one balancer process that wait for a trial.
+
+    timeout_s: how long a request may wait.
+    _several_s: when there were last several engines, in whatever state.
+    """
+
+    router: Router
+    timeout_s: Callable[[], float]
+    _waiting: dict[Suspect, None] = field(default_factory=dict, init=False)
+    _is_sweeping: bool = field(default=False, init=False)
+    _several_s: float = field(default=float("-inf"), init=False)
+
+    def __post_init__(self) -> None:
+        self._suspects: Suspects = self.router.suspects
+        self._suspects.judged = self._judged
+        metrics = self.router.metrics
+        metrics.tables.add("suspects", self._suspects.__len__, lambda: LIMIT)
+        metrics.requests_on_trial.set_function(self._waiting.__len__)
+        self.router.workers.on_leave.insert(0, self._ended)
+        self.router.workers.on_found.append(self._lives)
+        self.router.on_capacity.append(self._go_on)
+
+    def _judged(self, result: str) -> None:
+        self.router.metrics.suspect_requests.counts[(result,)] += 1
+        if result == "convicted":
+            log.error("a request ended two engines; its prompt is refused for %g s", REFUSED_S)
+
+    def admits(self, request: Suspect) -> bool:
+        """Whether a request may be placed now. Otherwise it is refused, or waits here."""
+        if self._suspects.is_idle:
+            return True
+        now_s = self.router.clock()
+        standing = self._suspects.standing(request.fingerprint, now_s)
+        if standing is AGAIN:
+            return True
+        if standing is REFUSED:
+            self._refuse(request)
+        else:
+            self._wait(request, now_s)
+        return False
+
+    def refuses(self, request: Suspect) -> bool:
+        """Whether a request is not sent again, as it was lost on trial."""
+        return self._suspects.is_caught(request.fingerprint, self.router.clock())
+
+    def _wait(self, request: Suspect, now_s: float) -> None:
+        if request.waits_since_s is None:
+            request.waits_since_s = now_s
+        self._waiting[request] = None
+
+    def _refuse(self, request: Suspect) -> None:
+        self.router.metrics.suspect_requests.counts["refused",] += 1
+        request.refuse(refused())
+
+    def remove(self, request: Suspect) -> None:
+        """A request waits no longer, and is not placed; does nothing if it does not wait."""
+        self._waiting.pop(request, None)
+        if not self._suspects.is_idle:
+            self._suspects.gives_up(request.fingerprint)
+
+    # What happens to those that were placed.
+
+    def may_send(self, request: Suspect, attempt: Attempt) -> bool:
+        """Whether a request whose trial has begun may still be sent. Otherwise it waits again: an
+        engine may have ended while it was in the admission queue."""
+        now_s, since_s = self.router.clock(), request.waits_since_s
+        waited_s = 0.0 if since_s is None else now_s - since_s
+        self._suspects.gives_up(request.fingerprint)
+        if self._may_begin(request, waited_s):
+            self._suspects.begin(request.fingerprint)
+            return True
+        self._wait(request, now_s)
+        return False
+
+    def sent(self, request: Suspect, attempt: Attempt) -> None:
+        """A request on trial was sent."""
+        request.waits_since_s = None
+        self._suspects.sent(request.fingerprint, attempt.answerer.id, self.router.clock())
+
+    def lost(self, request: Suspect, worker: Worker, sent_s: float) -> None:
+        """A request was lost at a worker that ended, or that hangs."""
+        name, now_s = request.fingerprint, self.router.clock()
+        if name and not _is_stopped(worker):
+            self._suspects.lost(name, worker.id, sent_s, worker.stopped_s(now_s), now_s)
+
+    def left(self, request: Suspect, worker: Worker, sent_s: float) -> None:
+        """The client of a request left before the answer was complete."""
+        if name := request.fingerprint:
+            self._suspects.left(name, worker.id, sent_s)
+
+    def answered(self, request: Suspect) -> None:
+        """A request was answered in full."""
+        if not self._suspects.is_idle:
+            self._suspects.answered(request.fingerprint)
+
+    def _ended(self, worker: Worker) -> None:
+        if not _is_stopped(worker):
+            now_s = self.router.clock()
+            self._suspects.ended(worker.id, worker.stopped_s(now_s), now_s)
+
+    def _lives(self, worker: Worker, probed_s: float) -> None:
+        if not self._suspects.is_idle:
+            self._suspects.lives(worker.id, probed_s)
+            self._go_on()
+
+    # Those that wait.
+
+    def sweep(self) -> None:
+        """Clears the suspect whose trial has lasted for long enough, and lets the next one begin.
+        Call it periodically."""
+        now_s = self.router.clock()
+        if _left_of(self.router.workers.all):
+            self._several_s = now_s
+        self._suspects.pass_time(now_s, self._heard_s)
+        self._go_on()
+
+    def _heard_s(self, name: str) -> float | None:
+        worker = self.router.workers.find(name)
+        return worker.last_heard_s if worker is not None and worker.sends_events else None
+
+    def _go_on(self) -> None:
+        if self._is_sweeping or not self._waiting:
+            return
+        self._is_sweeping = True
+        try:
+            now_s = self.router.clock()
+            for request in tuple(self._waiting):
+                if request in self._waiting:
+                    self._try(request, now_s)
+        finally:
+            self._is_sweeping = False
+
+    def _try(self, request: Suspect, now_s: float) -> None:
+        standing = self._suspects.standing(request.fingerprint, now_s)
+        since_s = request.waits_since_s
+        waited_s = 0.0 if since_s is None else now_s - since_s
+        if standing is REFUSED:
+            del self._waiting[request]
+            self._refuse(request)
+        elif standing is AGAIN:
+            del self._waiting[request]
+            request.waits_since_s = None
+            request.release(on_trial=False)
+        elif not self.router.may_wait(request.routing.only):
+            del self._waiting[request]
+            request.rejected(no_engine())
+        elif waited_s >= self.timeout_s():
+            del self._waiting[request]
+            message = "An engine ended while it ran this request, and no other one could try it."
+            error = BalancerError(HTTPStatus.SERVICE_UNAVAILABLE, message, _TRIAL_RETRY_AFTER_S)
+            request.rejected(error)
+        elif self._may_begin(request, waited_s):
+            del self._waiting[request]
+            self._suspects.begin(request.fingerprint)
+            request.release(on_trial=True)
+
+    def _may_begin(self, request: Suspect, waited_s: float) -> bool:
+        others = self._others(request.routing)
+        return self._suspects.may_begin(request.fingerprint, waited_s, others)
+
+    def _others(self, routing: RoutingRequest) -> int:
+        """How many engines would be left to answer requests if one ended, whichever that is. 1 if
+        there have been no others for long: to wait for them would be in vain."""
+        now_s, workers = self.router.clock(), self.router.workers.all
+        if now_s - self._several_s >= suspects.LAST_WAIT_S:
+            return 1
+        able = [w for w in allowed(workers, routing.only) if w.is_available]
+        return _left_of(w for w in able if not self._suspects.has_ended(w.id, now_s))
+
+
+def _left_of(workers: Iterable[Worker]) -> int:
+    """How many of these engines, or of their pairs, are left if one ends, with all its ranks."""
+    roles = Counter({worker.url: worker.role for worker in workers}.values())
+    return max(roles[""] + min(roles[PREFILL], roles[DECODE]) - 1, 0)
+
+
+def _is_stopped(worker: Worker) -> bool:
+    """Whether it was stopped from outside: no request does that."""
+    return worker.is_hung and worker.hung_s is None
