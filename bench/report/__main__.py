@@ -34,6 +34,7 @@ from bench.report.peers import peer_versions
 from bench.report.plan import GPU, INSTALLERS, NAMES, Planned, chosen
 from bench.report.plots import draw
 from bench.report.saved import Saved
+from bench.report.shown import only_shown
 from bench.report.steps import Result, run_step
 
 JSON, PAGE, README, IMAGES = (
@@ -47,7 +48,7 @@ JSON, PAGE, README, IMAGES = (
 def main() -> int:
     options = _parser().parse_args()
     if options.page:
-        write_pages(committed(ROOT), ROOT)
+        _write(committed(ROOT))
         return 0
     size = "full" if options.full else "quick"
     here = machine.machine()
@@ -71,9 +72,7 @@ def main() -> int:
         console.print("Interrupted. The same command goes on from here.")
         return 130
     saved.end()
-    document = with_other_steps(saved.document(), committed(ROOT))
-    (ROOT / JSON).write_text(json.dumps(document, indent=1) + "\n")
-    write_pages(document, ROOT)
+    _write(with_other_steps(saved.document(), committed(ROOT)))
     console.print(f"Written: {PAGE}")
     bad = [result.name for result in results if result.status in ("failed", "not run")]
     if bad:
@@ -131,6 +130,23 @@ def with_other_steps(document: dict[str, Any], before: dict[str, Any]) -> dict[s
     ordered = sorted(steps.values(), key=lambda step: order.index(step["name"]))
     peers = {**before["peers"], **document["peers"]}
     return {**document, "peers": peers, "steps": ordered}
+
+
+def _write(report: dict[str, Any]) -> None:
+    document = shown_of(report, ROOT)
+    (ROOT / JSON).write_text(json.dumps(document, indent=1) + "\n")
+    write_pages(document, ROOT)
+
+
+def shown_of(report: dict[str, Any], root: Path) -> dict[str, Any]:
+    """The report without what neither the page, nor a plot, nor the README shows."""
+    readme = (root / README).read_text()
+    return only_shown(
+        report,
+        page,
+        lambda noted: with_readme_part(readme, noted),
+        lambda noted: charts(figures_of(noted)),
+    )
 
 
 def write_pages(report: dict[str, Any], root: Path) -> None:

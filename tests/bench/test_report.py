@@ -15,7 +15,15 @@ from sgl_ext_cpu.node import ROOT
 from bench.lib.script import NOT_VALID
 from bench.lib.spread import ratio_spread, spread
 from bench.report import __main__ as report_module
-from bench.report.__main__ import IMAGES, PAGE, README, committed, measure, with_other_steps
+from bench.report.__main__ import (
+    IMAGES,
+    PAGE,
+    README,
+    committed,
+    measure,
+    shown_of,
+    with_other_steps,
+)
 from bench.report.charts import charts
 from bench.report.contents import SECTIONS
 from bench.report.page import MADE, anchor, figures_of, page, with_readme_part
@@ -179,6 +187,13 @@ def test_the_committed_pages_are_those_of_the_committed_figures() -> None:
         image_name(name, theme) for name in charts(figures_of(document)) for theme in THEMES
     }
     assert {path.name for path in (ROOT / IMAGES).glob("benchmarks-*.svg")} == expected
+
+
+def test_the_document_has_only_what_is_shown() -> None:
+    document = committed(ROOT)
+    assert shown_of(document, ROOT) == document, "run python -m bench.report --page"
+    more = {**WARM, "unread": {"median": 1}}
+    assert "unread" not in shown_of(report(step("warm_turn", more)), ROOT)["steps"][0]["figures"]
 
 
 def test_links_of_the_page_have_a_target() -> None:
