@@ -1,31 +1,181 @@
-"""Errors of the engine are in their protocol's shape and expose nothing of the server."""
+"""What libraries found wrong with a body is told as the field's path and one sentence.
+
+Errors of the engine are in their protocol's shape and expose nothing of the server.
+
+Errors that SGLang answers with another status or text than they have.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import logging
+from collections.abc import Iterator, Sequence
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import orjson
 import pytest
-from fastapi import FastAPI, HTTPException
+import requests
+from fastapi import FastAPI, HTTPException, Request
 from fastapi.exception_handlers import http_exception_handler
 from fastapi.exceptions import RequestValidationError
 from jinja2 import TemplateError
 from pydantic import BaseModel, model_validator
+from sgl_ext_cpu.nursery import Nursery
 from starlette.responses import JSONResponse, StreamingResponse
 from starlette.testclient import TestClient
 
 from sgl_ext.compat import errors
 from sgl_ext.compat.errors import (
     EngineError,
+    Wrong,
     error_of_validation,
     failed_event,
+    fields_of,
+    of_item,
+    plain,
     read_error,
     scrubbed,
     shaped,
+    with_field,
 )
+from sgl_ext.engine.core.request_context import RequestContext, enter, put_on
+from sgl_ext.protocols.chat import CHAT
 from sgl_ext.protocols.registry import errors_of
+from sgl_ext.protocols.responses import RESPONSES
+from tests.engine.scheduler.test_event_publisher import Engine, running_engine
+
+GENERIC, USER = "function-after[check(), Generic]", "function-after[check(), User]"
+TEXT = f"""3 validation errors for ChatCompletionRequest
+messages.2.{GENERIC}.content.str
+  Input should be a valid string [type=string_type, input_value={{'a': 1}}, input_type=dict]
+    For further information visit https://errors.pydantic.dev/2.14/v/string_type
+messages.2.{GENERIC}.content.list[union[Text,function-after[a(), b.Image]]]
+  Input should be a valid list [type=list_type, input_value={{'a': 1}}, input_type=dict]
+    For further information visit https://errors.pydantic.dev/2.14/v/list_type
+messages.2.{USER}.role
+  Input should be 'user' [type=literal_error, input_value='tool', input_type=str]
+    For further information visit https://errors.pydantic.dev/2.14/v/literal_error"""
+LISTED = (
+    "2 validation errors:\n  {'type': 'list_type', 'loc': ('body', 'text', 'list[str]'), "
+    "'msg': 'Input should be a valid list', 'input': 5}\n  {'type': 'x', 'loc': ('body', 'n'), "
+    "'msg': \"It's no number\", 'input': 5}"
+)
+
+
+def test_pydantics_text_becomes_one_sentence() -> None:
+    assert plain(TEXT) == "messages.2.content: Input should be a valid string"
+    assert plain(LISTED) == "text: Input should be a valid list"
+    assert plain("n must be positive") == "n must be positive"
+
+
+def test_an_items_error_names_the_clients_item() -> None:
+    said = plain(TEXT)
+    items: list[Any] = [{"role": "user", "content": "a"}, {"output": {"a": 1}}]
+    assert of_item(said, items) == Wrong("input[1].output", "Input should be a valid string")
+    assert of_item(said, "a") == Wrong("input", "Input should be a valid string")
+    assert of_item("tools.0.name: Field required", items) is None
+
+
+def test_jsonschemas_text_ends_where_its_own_words_begin() -> None:
+    message = (
+        "Tool 2 function has invalid 'parameters' schema: 'x' is not valid\n\nFailed validating"
+    )
+    message += " 'anyOf' in metaschema['allOf'][3]:\n    {'anyOf': []}"
+    assert plain(message) == "tools.2.function.parameters: 'x' is not valid"
+
+
+def test_of_several_types_the_one_that_comes_furthest_counts() -> None:
+    def wrong(*errors: tuple[tuple[Any, ...], str]) -> list[Wrong]:
+        return fields_of([{"loc": ("body", *where), "msg": what} for where, what in errors])
+
+    role = ("messages", 0, GENERIC, "role"), "Value error, 'role' must be another"
+    content = ("messages", 0, USER, "content", "str"), "a string"
+    assert wrong(role, content) == [Wrong("messages.0.content", "a string")]
+    other = ("messages", 0, USER, "role"), "be 'user'"
+    assert wrong(role, other) == [Wrong("messages.0.role", "'role' must be another")]
+    deep = ("content", "list[union[Text,Image]]", 0, "text"), "Field required"
+    assert wrong((("content", "str"), "a string"), deep) == [Wrong("content.0.text", deep[1])]
+    kind = ("format", "Tag", "type"), "be 'tag'"
+    missing = ("format", "Tag", "begin"), "Field required"
+    text = ("format", "Text", "type"), "be 'text'"
+    assert wrong(text, kind, missing)[0] == Wrong("format.type", "be 'text'")
+
+
+@pytest.fixture(scope="module")
+def engine(
+    nursery: Nursery, tiny_model: Path, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Engine]:
+    log = tmp_path_factory.mktemp("validation") / "engine.log"
+    with running_engine(nursery, tiny_model, log, "--tool-call-parser", "qwen25") as started:
+        yield started
+
+
+CHAT_BODY: dict[str, Any] = {"model": "tiny", "messages": [{"role": "user", "content": "a"}]}
+RESPONSE: dict[str, Any] = {"model": "tiny", "store": False}
+OF_LIBRARIES = ("pydantic", "ChatCompletion", "http", "validation error", "metaschema", "'loc'")
+CALL = {"type": "function_call", "call_id": "c", "name": "f", "arguments": "{}"}
+OUTPUT = {"type": "function_call_output", "call_id": "c"}
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "param"),
+    [
+        ("/v1/responses", {"input": [CALL, {**OUTPUT, "output": {"a": 1}}]}, "input[1].output"),
+        ("/v1/responses", {"input": [{"role": "user", "content": {}}]}, "input[0].content"),
+        ("/v1/responses", {"input": [{**CALL, "name": 5}]}, "input[0].name"),
+        ("/v1/responses", {"input": [{"type": "message", "role": "user"}]}, "input"),
+        (
+            "/v1/chat/completions",
+            {"messages": [{"role": "user", "content": {}}]},
+            "messages.0.content",
+        ),
+        ("/v1/chat/completions", {"messages": []}, "messages"),
+        (
+            "/v1/chat/completions",
+            {"response_format": {"type": "json_schema"}},
+            "response_format.json_schema",
+        ),
+        ("/v1/completions", {"model": "tiny", "prompt": []}, "prompt"),
+        ("/generate", {"text": 5}, None),
+        ("/api/chat", {"model": "tiny", "messages": [{"role": "user"}]}, None),
+    ],
+)
+@pytest.mark.parametrize("stream", [False, True])
+def test_no_error_names_a_library(
+    engine: Engine, path: str, body: dict[str, Any], param: str | None, stream: bool
+) -> None:
+    whole = {**body, "stream": stream}
+    if path == "/v1/responses":
+        whole = {**RESPONSE, **whole}
+    elif path == "/v1/chat/completions":
+        whole = {**CHAT_BODY, **whole}
+    refused = requests.post(engine.url + path, json=whole, timeout=60)
+    assert refused.status_code == 400, refused.text
+    error = refused.json()["error"]
+    for word in (
+        "pydantic",
+        "ChatCompletion",
+        "http",
+        "validation error",
+        "metaschema",
+        ".cc",
+        "'loc'",
+    ):
+        assert word not in refused.text
+    if param is not None:
+        assert error["param"] == param
+        assert error["message"].startswith(f"{param}: ")
+    assert "\n" not in error["message"].strip()
+
+
+def test_a_native_error_names_no_file_of_a_library(engine: Engine) -> None:
+    body = {"text": "a", "sampling_params": {"regex": "("}}
+    refused = requests.post(f"{engine.url}/generate", json=body, timeout=60)
+    assert refused.status_code == 400
+    assert "parenthesis is not closed" in refused.json()["error"]["message"]
+    assert ".cc" not in refused.text
+
 
 FLAT = {"object": "error", "message": "n must be positive", "type": "BadRequest", "code": 400}
 TOO_LONG = "The input (300 tokens) is longer than the model's context length (256 tokens)."
@@ -314,3 +464,145 @@ def test_a_stream_that_fails_later_ends_in_its_event(client: TestClient) -> None
         "param": None,
         "code": None,
     }
+
+
+PATH = "/v1/responses"
+LOGGER = "sglang.srt.entrypoints.openai.serving_responses"
+CREATED = b'event: response.created\ndata: {"type": "response.created"}\n\n'
+ADDED = b'event: response.output_item.added\ndata: {"type": "x"}\n\n'
+FAILED = b'event: response.failed\ndata: {"response": {"error": {"message": "Aborted"}}}\n\n'
+
+TOO_LONG_TEXT = b"The input (9 tokens) is longer than the model's context length (5 tokens)."
+
+
+def abort(status: int) -> Any:
+    """What the scheduler answers to a request that it aborts."""
+
+    async def handle(manager: Any, out: Any) -> None:
+        reason = out["meta_info"]["finish_reason"]
+        raise HTTPException(reason["status_code"], reason["message"])
+
+    reason = {"type": "abort", "status_code": status, "message": "Grammar accept_token failed"}
+    return errors.note_abort(handle, None, {"meta_info": {"finish_reason": reason}})
+
+
+async def raise_of_body() -> None:
+    try:
+        raise ValueError("no such role None")
+    except ValueError:
+        logging.getLogger(LOGGER).exception("Error in preprocessing prompt inputs")
+        raise
+
+
+async def fail(make: Any) -> Any:
+    try:
+        await make()
+    except HTTPException as error:
+        return f"{error.status_code}: {error.detail}"
+    except Exception as error:
+        return f"{error} {error.__cause__}"
+
+
+CASES: dict[str, tuple[Any, int, str]] = {
+    "an abort": (lambda: abort(500), 500, "Internal server error"),
+    "a full queue": (lambda: abort(503), 503, "Grammar accept_token failed"),
+    "a bug": (lambda: errors.note_failure(lambda: _raised(AttributeError("x"))), 500, "Internal"),
+    "the body": (raise_of_body, 400, "no such role None"),
+}
+
+
+async def _raised(error: Exception) -> None:
+    raise error
+
+
+@pytest.fixture(scope="module")
+def client_of() -> TestClient:
+    app = FastAPI()
+
+    @app.post(PATH)
+    async def answer(request: Request) -> Any:
+        body = await request.json()
+        context = RequestContext(PATH, body)
+        enter(context)
+        put_on(request, context)
+        if "case" in body:
+            return JSONResponse({"message": await fail(CASES[body["case"]][0])}, 400)
+
+        async def events() -> Any:
+            yield CREATED
+            if body["fails"] == "too long":
+                yield FAILED.replace(b"Aborted", TOO_LONG_TEXT)
+                return
+            if body["fails"] == "late":
+                yield ADDED
+            await fail(lambda: abort(503))
+            yield ADDED
+            yield FAILED
+
+        return StreamingResponse(events(), media_type="text/event-stream")
+
+    app.add_exception_handler(HTTPException, lambda request, error: None)  # type: ignore[arg-type]
+    errors.install(app)
+    return TestClient(app, raise_server_exceptions=False)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_an_error_has_the_status_and_the_text_that_sglang_knows(
+    client_of: TestClient, case: str
+) -> None:
+    answer = client_of.post(PATH, json={"case": case})
+    _, status, message = CASES[case]
+    assert answer.status_code == status
+    error = answer.json()["error"]
+    assert error["message"].startswith(message)
+    assert not error["message"].endswith(" None None")
+    assert error["type"] == ("invalid_request_error" if status < 500 else "server_error")
+
+
+def test_a_stream_that_is_aborted_before_its_content_has_a_status(client_of: TestClient) -> None:
+    answer = client_of.post(PATH, json={"fails": "early"})
+    assert answer.status_code == 503
+    assert answer.json()["error"]["message"] == "Aborted"
+    long = client_of.post(PATH, json={"fails": "too long"})  # as Codex looks for it
+    assert long.status_code == 200
+    assert long.content.startswith(CREATED + b"event: response.failed")
+    assert b'"code":"context_length_exceeded"' in long.content
+    late = client_of.post(PATH, json={"fails": "late"})
+    assert late.status_code == 200
+    assert late.content.startswith(CREATED + ADDED + ADDED)
+
+
+def test_a_client_s_error_is_logged_in_one_line_and_the_server_s_with_its_trace(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    errors.quiet_client_faults()
+    logger = logging.getLogger(LOGGER)
+    for error in (ValueError("no role"), MemoryError("full")):
+        try:
+            raise error
+        except Exception:
+            logger.exception("Error in preprocessing prompt inputs")
+    rejected, failed = caplog.records
+    assert rejected.getMessage() == "Error in preprocessing prompt inputs: ValueError('no role')"
+    assert (rejected.exc_info, rejected.levelname) == (None, "WARNING")
+    assert failed.exc_info is not None
+
+
+@pytest.mark.parametrize(
+    ("protocol", "kind", "body", "param"),
+    [
+        (RESPONSES, "json", {"text": {"format": {"a": 1}}, "tools": [1]}, "text.format"),
+        (RESPONSES, "structural_tag", {"text": {"format": {"a": 1}}, "tools": [1]}, "text.format"),
+        (RESPONSES, "structural_tag", {"text": None, "tools": [1]}, "tools"),
+        (CHAT, "regex", {"regex": "("}, "regex"),
+        (CHAT, "json", {}, None),
+    ],
+)
+def test_a_grammar_that_cannot_be_made_names_its_field(
+    protocol: Any, kind: str, body: Any, param: str | None
+) -> None:
+    error = with_field(EngineError(400, f"Failed to compile {kind} grammar: x"), protocol, body)
+    assert error.param == param
+    assert error.message.startswith(param or "Failed")
+    if kind == "structural_tag" and body["text"]:
+        assert error.message == "text.format or tools: no grammar can be made of it: x"

@@ -20,8 +20,8 @@ from sgl_ext.compat.templates import make_plan
 from sgl_ext.engine.core.request_context import RequestContext, entered
 from sgl_ext.protocols.registry import of_path
 from sgl_ext.reading.places import locate
-from tests.templates.conversations import Writer
-from tests.templates.front_end import CHAT, MESSAGES, RESPONSES, FrontEnd
+from tests.compat.conversations import Writer
+from tests.compat.front_end import CHAT, MESSAGES, RESPONSES, FrontEnd
 
 FOLDER = Path(sgl_ext_cpu.__file__).parent / "templates"
 FAMILIES = sorted(file.stem for file in FOLDER.glob("*.jinja"))

@@ -1,4 +1,7 @@
-"""Answers with several choices, and the offsets of their tokens, on a real engine."""
+"""Answers with several choices, and the offsets of their tokens, on a real engine.
+
+What answers of OpenAI's protocols hold.
+"""
 
 from __future__ import annotations
 
@@ -11,6 +14,7 @@ import pytest
 import requests
 from sgl_ext_cpu.nursery import Nursery
 
+from sgl_ext.compat.openai_answers import text_metadata
 from tests.engine.scheduler.test_event_publisher import Engine, running_engine
 
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
@@ -68,3 +72,8 @@ def test_offsets_are_places_in_the_text(engine: Engine, echo: bool) -> None:
 def test_an_answer_without_either_passes_unchanged(engine: Engine) -> None:
     one = engine.post(COMPLETIONS, {"model": "tiny", "max_tokens": 2, "prompt": "a"})
     assert one["choices"][0]["logprobs"] is None
+
+
+def test_metadata_holds_texts_only() -> None:
+    versions = {"weight_version": "default", "weight_versions": [["default", 0, 7]]}
+    assert text_metadata(lambda _: versions, None) == {"weight_version": "default"}

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from itertools import count
 from typing import Any
 
-from tests.templates.front_end import CHAT, MESSAGES, RESPONSES
+from tests.compat.front_end import CHAT, MESSAGES, RESPONSES
 
 Json = dict[str, Any]
 _LOOK = {"type": "object", "properties": {"key": {"type": "string"}}}
