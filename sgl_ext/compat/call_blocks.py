@@ -25,8 +25,8 @@ A block of SGLang's is read twice: as it arrives, and once more when it is compl
 reading adds what the first one has missed, since few of SGLang's parsers read every piece that a
 stream can be cut into. A block that is cut off is read once, and gets no end.
 
-White space before a block, and an answer's last one if it has calls, belong to the format. A whole
-block without a call is words. An unfinished one without a call is left out.
+White space before a block, and an answer's last one if it has calls, belong to the format. What is
+read of a block and is no call is words: the whole block, or its end if the answer is cut there.
 """
 
 import copy
@@ -106,6 +106,7 @@ class JsonCalls:
 
     end: the end marker. count: how many calls have begun. is_done: the block has ended.
     is_cut: the arguments of the last call have no end. rest: what was read behind the block.
+    unread: what was read behind the last call, and is none.
     """
 
     def __init__(self, end: str) -> None:
@@ -121,6 +122,11 @@ class JsonCalls:
     def is_cut(self) -> bool:
         """Whether the arguments of the last call have no end."""
         return self._state is _State.ARGUMENTS
+
+    @property
+    def unread(self) -> str:
+        """What was read behind the last call, and is none."""
+        return self._left if self._state is _State.HEAD else ""
 
     def feed(self, text: str) -> list[Part]:
         """The parts of calls that are in a piece of the block."""
@@ -368,6 +374,25 @@ class Foreign:
         """Whether the arguments of the last call have no end."""
         return bool(self._arguments) and not is_object(self._arguments[-1])
 
+    @property
+    def unread(self) -> str:
+        """What was read behind the last call, and is none: what follows the shortest beginning of
+        the block in which a parser finds all of its calls."""
+        low, high = len(self._block.start), len(self._text)
+        while low < high:
+            middle = (low + high) // 2
+            if self._calls_in(self._text[:middle]) == self._arguments:
+                high = middle
+            else:
+                low = middle + 1
+        return self._text[low:]
+
+    def _calls_in(self, text: str) -> list[str]:
+        """The arguments of the calls that are found in the beginning of a block."""
+        found = Foreign(self._block, self._pristine, self._tools)
+        found.feed(text[len(self._block.start) :])
+        return found._arguments
+
     def feed(self, text: str) -> list[Part]:
         """The parts of calls that are in a piece of the block."""
         known = len(self._text)
@@ -510,8 +535,10 @@ class Reader:
             if isinstance(block, Foreign):
                 self._put(said, block.finish(is_cut=is_cut))
             self.is_cut, self.calls = block.is_cut, self.calls + block.count
-            if not block.count and not is_cut:
+            if not block.count:
                 said.append(self._raw)
+            elif is_cut and not block.is_cut and not _is_begun(block.unread.strip(), self._ends):
+                said.append(block.unread)
         elif not self.has_called:
             said += [self._held] if self._held else []
         elif (words := self._held.rstrip()) and not _is_begun(words.lstrip(), self._ends):
@@ -527,11 +554,12 @@ class Reader:
         found += [(at, -len(each), each) for each in ends if (at := text.find(each)) >= 0]
         if found:
             at, _, marker = min(found)
-            if words := text[:at].rstrip():
+            words = text[:at].rstrip()
+            if words:
                 said.append(words)
             if marker in self._markers:
                 block = self._blocks[self._markers.index(marker)]
-                self._raw = marker
+                self._raw = text[len(words) : at] + marker
                 self._block = JsonCalls(block.end or "") if block.is_json else self._foreign(block)
             return text[at + len(marker) :]
         begun = max((_begun(text, each) for each in (*self._markers, *ends)), default=0)

@@ -204,6 +204,14 @@ BROKEN = "Look it up, and forget the end."
 BROKEN_ARGUMENTS = '{"key": "x", '
 PATCH = "Patch the long file."
 THOUGHT = "Think about it for long."
+LINES = "Say the long list as JSON of its schema."
+LONG_LINES = {"lines": [f"line{n}" for n in range(30)]}
+LONG_LINES_SCHEMA = {
+    "type": "object",
+    "properties": {"lines": {"type": "array", "items": {"type": "string"}}},
+    "required": ["lines"],
+    "additionalProperties": False,
+}
 
 
 def _written(*arguments: str) -> list[str]:
@@ -224,6 +232,7 @@ def for_written_calls() -> list[dict[str, Any]]:
         *_lines(NUMBERS, {"text": _written(ODD_NUMBERS)[0]}),
         *_lines(BROKEN, {"text": _written(BROKEN_ARGUMENTS)[0].replace("}\n", "\n")}),
         *_lines(PATCH, {"tool_calls": [{"name": "patch", "arguments": {"input": "x " * 60}}]}),
+        *_lines(LINES, {"text": json.dumps(LONG_LINES)}),
         *_lines(THOUGHT, {"thinking": "one two three " * 9, "text": "Done."}),
     ]
 

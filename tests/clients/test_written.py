@@ -40,7 +40,10 @@ class Client:
     def __init__(self, node: Node, key: str, model: str) -> None:
         self._node, self._key, self._model = node, key, model
 
-    def ask(self, protocol: str, words: str, *, stream: bool, limit: int = 400) -> Answer:
+    def ask(
+        self, protocol: str, words: str, *, stream: bool, limit: int = 400, schema: Any = None
+    ) -> Answer:
+        """schema: of the whole answer."""
         sent = {"model": self._model, "temperature": 0}
         asked = [{"role": "user", "content": words}]
         if protocol == "chat":
@@ -60,11 +63,24 @@ class Client:
             tools.append({"type": "custom", "name": "patch"})
             sent |= {"max_output_tokens": limit, "input": words, "tools": tools, "store": False}
             path = "/v1/responses"
+        if schema is not None:
+            sent |= _format(protocol, schema)
         read = {"chat": _of_chat, "messages": _of_message, "responses": _of_response}[protocol]
         if not stream:
             return read(whole(self._node, self._key, path, sent))
         joined = {"chat": _joined_chat, "messages": _joined_message, "responses": _joined_response}
         return read(joined[protocol](list(events(self._node, self._key, path, sent))))
+
+
+def _format(protocol: str, schema: Any) -> dict[str, Any]:
+    """The fields that ask for JSON of a schema, and no tools."""
+    named = {"type": "json_schema", "name": "lines", "schema": schema}
+    if protocol == "chat":
+        inner = {"name": "lines", "schema": schema}
+        return {"response_format": {"type": "json_schema", "json_schema": inner}, "tools": []}
+    if protocol == "messages":
+        return {"output_config": {"format": {"type": "json_schema", "schema": schema}}, "tools": []}
+    return {"text": {"format": named}, "tools": []}
 
 
 def _of_chat(answer: dict[str, Any]) -> Answer:
@@ -162,6 +178,42 @@ def test_a_call_that_is_cut_off_gets_no_end(client: Client, protocol: str, limit
     assert not streamed.words
     if protocol == "responses":
         assert streamed.states[-1] == "incomplete"
+
+
+@pytest.mark.parametrize("protocol", PROTOCOLS)
+@pytest.mark.parametrize("limit", [7, 9, 11])
+def test_a_call_that_is_cut_off_in_its_name_is_words(
+    client: Client, protocol: str, limit: int
+) -> None:
+    begin = '<tool_call>\n{"name": "write_file"'
+    streamed = client.ask(protocol, scripts.CUT, stream=True, limit=limit)
+    made = client.ask(protocol, scripts.CUT, stream=False, limit=limit)
+    assert streamed == made
+    assert not streamed.calls
+    assert streamed.words.strip()
+    assert begin.startswith(streamed.words.strip())
+    assert streamed.end == {"chat": "length", "messages": "max_tokens"}.get(protocol, "incomplete")
+
+
+@pytest.mark.parametrize("protocol", PROTOCOLS)
+@pytest.mark.parametrize("limit", [8, 20, 33])
+def test_json_of_a_schema_that_is_cut_off_gets_no_end(
+    client: Client, protocol: str, limit: int
+) -> None:
+    written = json.dumps(scripts.LONG_LINES)
+    schema = scripts.LONG_LINES_SCHEMA
+    streamed = client.ask(protocol, scripts.LINES, stream=True, limit=limit, schema=schema)
+    made = client.ask(protocol, scripts.LINES, stream=False, limit=limit, schema=schema)
+    assert streamed == made
+    assert not streamed.calls
+    words = streamed.words.strip()
+    assert words not in ("", written)
+    assert written.startswith(words)
+    assert streamed.end == {"chat": "length", "messages": "max_tokens"}.get(protocol, "incomplete")
+    if protocol == "responses":
+        assert streamed.states[-1] == "incomplete"
+    whole = client.ask(protocol, scripts.LINES, stream=True, schema=schema)
+    assert json.loads(whole.words) == scripts.LONG_LINES
 
 
 @pytest.mark.parametrize("protocol", ["chat", "messages"])

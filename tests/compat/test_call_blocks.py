@@ -165,6 +165,27 @@ def test_a_call_that_is_cut_off_is_no_whole_one(form: str) -> None:
                 assert not is_object(arguments) or json.loads(arguments) == expected, end
 
 
+@pytest.mark.parametrize("form", FORMATS)
+def test_what_a_cut_answer_wrote_of_a_call_is_words_unless_the_call_is_told(form: str) -> None:
+    """Nothing that the model wrote is lost, also where its parser takes whole calls alone."""
+    name, given = CALLS[1]
+    written = WRITE[form](name, given)
+    text = f"{SAID[0]}\n{WRITE[form](*CALLS[0])}\n{SAID[1]}\n"
+    # A part of a marker could be one of the end, and what separates belongs to the format.
+    ends = [block.end or "" for block in BLOCKS[form]]
+    first = max(map(len, (*ends, *(block.start for block in BLOCKS[form]))))
+    separator = next((block.end or "" for block in BLOCKS[form] if block.separates), "\n")
+    for end in range(first, len(written)):
+        shown = text + written[:end]
+        wrote = f"{SAID[1]}\n{written[:end]}".replace(separator, "\n").split()
+        for length in (3, 1000):
+            pieces = [shown[at : at + length] for at in range(0, len(shown), length)]
+            words, *further = heard(form, pieces, is_cut=True)[2:]
+            assert further or words.split() == wrote, (end, length)
+        whole, calls = parser(form).parse_non_stream(shown)
+        assert len(calls) == 2 or "".join(whole.split()) == "".join([SAID[0], *wrote]), end
+
+
 ODD_ARGUMENTS = [
     '{"n": NaN, "of": [1e999, 1.50]}',
     '"a text with \\" }</tool_call>"',
