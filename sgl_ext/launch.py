@@ -32,11 +32,10 @@ from sgl_ext.node.log_dir import begin_log, launcher_log, locked, rotated
 from sgl_ext.node.progress import start_progress, summary
 from sgl_ext.node.reloads import Reloads, live_settings
 from sgl_ext.node.restarts import Replacement, Restarts
+from sgl_ext.process import ENGINE_FOLDERS, LossyStream, hold_hangups, on_hangup, remove_stale
 from sgl_ext.settings.schema import LaunchSettings, SettingsError
 from sgl_ext.settings.sources import launch_settings, names_file
 from sgl_ext.supervision import supervise
-from sgl_ext.temporary_folder import ENGINE_FOLDERS, remove_stale
-from sgl_ext.terminal import LossyStream, hold_hangups, on_hangup
 
 log = logging.getLogger(__name__)
 

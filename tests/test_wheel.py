@@ -17,7 +17,7 @@ import requests
 import torch
 from sgl_ext_cpu.node import ROOT, free_port, running_process
 
-from sgl_ext.temporary_folder import ENGINE_FOLDERS, remove_stale
+from sgl_ext.process import ENGINE_FOLDERS, remove_stale
 
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 CPU = ROOT / "launch/cpu"

@@ -25,7 +25,7 @@ from aiohttp import web
 from bench.sim.engine import EngineConfig, Request
 from bench.sim.live_engine import Live, TooLong
 from bench.trace.calls import CHAT, MODEL
-from sgl_ext.node.lifeline import end_with_parent
+from sgl_ext.process import end_with_parent
 
 _GENERATE = "/generate"
 _FIRST_BYTES = 8

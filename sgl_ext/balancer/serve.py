@@ -25,12 +25,11 @@ from sgl_ext.limits.byte_account import return_freed_memory
 from sgl_ext.logs import write_logs
 from sgl_ext.membership.member import Membership
 from sgl_ext.membership.sources import open_sources
-from sgl_ext.node.lifeline import end_with_parent
-from sgl_ext.node.ports import reachable, require_free
+from sgl_ext.ports import reachable, require_free
+from sgl_ext.process import end_with_parent, hold_hangups, on_hangup
 from sgl_ext.settings.fields import changed
 from sgl_ext.settings.schema import VARIABLE, BalancerSettings, SettingsError
 from sgl_ext.settings.sources import balancer_settings, names_file
-from sgl_ext.terminal import hold_hangups, on_hangup
 from sgl_ext.version import versions
 
 log = logging.getLogger(__name__)

@@ -10,7 +10,7 @@ import sys
 from importlib.metadata import version
 
 from sgl_ext.engine import sglang_api, sglang_check, sglang_http_types, sglang_types
-from sgl_ext.terminal import outlive_output
+from sgl_ext.process import outlive_output
 
 _active = False
 

@@ -18,7 +18,7 @@ from sgl_ext.engine.arguments import resolved
 from sgl_ext.engine.plugin import require_active
 from sgl_ext.engine.startup import check_environment, require_secret
 from sgl_ext.engine.topology import CACHE_BACKEND
-from sgl_ext.node.lifeline import end_with_parent
+from sgl_ext.process import end_with_parent
 from sgl_ext.settings.schema import EngineSettings
 
 _OWN_SCHEDULING = {

@@ -18,11 +18,11 @@ from sgl_ext.node.hardware import (
     find_hardware,
     gpus_of_engine,
 )
+from sgl_ext.process import make_folder, remove_stale
 from sgl_ext.settings.schema import IN_MEMORY, LEAST_TIER_BYTES, LaunchSettings, SettingsError
 from sgl_ext.settings.shared_tier import FOLDER_VARIABLE, OWN_FLAGS
 from sgl_ext.settings.sources import launch_flags
 from sgl_ext.sizing.model import SizingError, model_folder, read_config, weight_bytes
-from sgl_ext.temporary_folder import make_folder, remove_stale
 
 
 def check_start(settings: LaunchSettings) -> tuple[Hardware | None, list[str]]:

@@ -12,7 +12,7 @@ from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 
-from sgl_ext.node import lifeline
+from sgl_ext.process import LIFELINE
 
 FLEET = "fleet"
 """The name of the child that keeps engines on Ray."""
@@ -144,7 +144,7 @@ class Child:
         self.log = log
         self._command = list(command)
         own = {name: value for name, value in os.environ.items() if name not in without}
-        self._environment = {**own, **environment, lifeline.VARIABLE: "1"}
+        self._environment = {**own, **environment, LIFELINE: "1"}
         self._process: asyncio.subprocess.Process | None = None
         self._starts = 0
         self.start_log = StartLog(log, keeps_fleet=name == FLEET)

@@ -16,8 +16,8 @@ from sgl_ext.node import hardware
 from sgl_ext.node.child import FLEET, Child
 from sgl_ext.node.flags import ports_beside
 from sgl_ext.node.log_dir import new_log
-from sgl_ext.node.ports import free_ports, reachable, require_free
 from sgl_ext.node.reloads import changes_path
+from sgl_ext.ports import free_ports, reachable, require_free
 from sgl_ext.settings.schema import LaunchSettings, SettingsError
 
 # The command's, which engines need not know; SGLang would warn of their names.

@@ -21,9 +21,9 @@ from aiohttp import web
 
 from sgl_ext.node.child import READY, Child, stage_of
 from sgl_ext.node.restarts import RestartRefused, Restarts, read_order
+from sgl_ext.process import make_folder
 from sgl_ext.settings.reloading import NothingToRead
 from sgl_ext.settings.schema import SettingsError
-from sgl_ext.temporary_folder import make_folder
 from sgl_ext.wire.launcher import CHILDREN, RELOAD, RESTART, EngineRow, engines_document
 
 SOCKET_FOLDERS = "sgl-ext-launcher-"

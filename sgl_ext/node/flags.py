@@ -17,7 +17,7 @@ from importlib.metadata import PackageNotFoundError, entry_points, version
 from pathlib import Path
 from typing import Any, NoReturn
 
-from sgl_ext.node.ports import require_port
+from sgl_ext.ports import require_port
 from sgl_ext.settings.schema import LaunchSettings, SettingsError
 
 TABLE = Path(__file__).with_name("sglang_flags.json")

@@ -6,7 +6,7 @@ import pytest
 
 from sgl_ext.node.children import make_children
 from sgl_ext.node.hardware import Hardware, engine_command
-from sgl_ext.node.ports import free_ports
+from sgl_ext.ports import free_ports
 from sgl_ext.settings.schema import BalancerSettings, LaunchSettings, SettingsError
 
 

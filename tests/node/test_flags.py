@@ -15,7 +15,7 @@ from sgl_ext_cpu.node import ROOT
 
 from sgl_ext.node import flags
 from sgl_ext.node.flags import TABLE, check_addresses, check_flags, ports_beside, why_one_start
-from sgl_ext.node.ports import free_ports
+from sgl_ext.ports import free_ports
 from sgl_ext.settings.schema import LaunchSettings, SettingsError
 
 

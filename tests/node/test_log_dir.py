@@ -89,7 +89,7 @@ def test_a_log_on_a_full_disk_is_emptied(tmp_path: Path, monkeypatch: pytest.Mon
 
 
 def test_a_process_goes_on_if_its_output_cannot_be_written() -> None:
-    lines = "from sgl_ext.terminal import outlive_output; outlive_output()\n"
+    lines = "from sgl_ext.process import outlive_output; outlive_output()\n"
     lines += "for _ in range(3): print('x' * 10_000, flush=True)\n"
     lines += "open(3, 'w').write('went on')\n"
     read, write = os.pipe()

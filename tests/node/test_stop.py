@@ -12,7 +12,7 @@ from rich.console import Console
 
 from sgl_ext.launch import drain
 from sgl_ext.node.child import Child
-from sgl_ext.terminal import LossyStream
+from sgl_ext.process import LossyStream
 from tests.waiting import HANG_S
 
 # A process that ends at the second SIGTERM.

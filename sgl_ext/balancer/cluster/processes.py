@@ -18,8 +18,7 @@ from pathlib import Path
 
 from sgl_ext.balancer.cluster.group_memory import GroupMemory
 from sgl_ext.balancer.cluster.peers import PeerGroup
-from sgl_ext.temporary_folder import BALANCER_FOLDERS, make_folder
-from sgl_ext.terminal import handle_hangups, hold_hangups
+from sgl_ext.process import BALANCER_FOLDERS, handle_hangups, hold_hangups, make_folder
 
 _RESTART_S = 1.0
 _RECEIVE_BYTES = 4 * 1024 * 1024

@@ -13,7 +13,7 @@ from typing import Any
 
 import zmq
 
-from sgl_ext.temporary_folder import ENGINE_FOLDERS, make_folder
+from sgl_ext.process import ENGINE_FOLDERS, make_folder
 from sgl_ext.wire.orders import Orders, encode_orders, read_orders
 
 _READABLE = int(zmq.POLLIN)

@@ -30,7 +30,7 @@ from sgl_ext.node.child import Child
 from sgl_ext.node.failure import reason_of
 from sgl_ext.node.flags import ports_beside
 from sgl_ext.node.log_dir import new_log, rotated
-from sgl_ext.node.ports import free_ports, reachable
+from sgl_ext.ports import free_ports, reachable
 from sgl_ext.supervision import supervise
 from sgl_ext.wire.events import SUBSCRIBERS_PATH, read_subscribers
 from sgl_ext.wire.headers import SECRET_HEADER

@@ -42,7 +42,7 @@ from sgl_ext.logs import write_logs
 from sgl_ext.membership.member import MembershipError
 from sgl_ext.node.child import FLEET_SERVES
 from sgl_ext.node.hardware import named_platform
-from sgl_ext.node.lifeline import end_with_parent
+from sgl_ext.process import end_with_parent
 from sgl_ext.settings.schema import LaunchSettings, SettingsError
 from sgl_ext.settings.secrets import EngineSecret
 from sgl_ext.supervision import supervise

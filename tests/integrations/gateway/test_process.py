@@ -15,9 +15,9 @@ import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from sgl_ext_cpu.node import free_port
 
-from sgl_ext.epp.messages import SERVICE
+from sgl_ext.integrations.gateway.messages import SERVICE
 from tests.balancer.cluster.test_processes import answering_worker, process
-from tests.epp.gateway import Asked
+from tests.integrations.gateway.gateway import Asked
 from tests.waiting import until
 
 pytestmark = pytest.mark.long

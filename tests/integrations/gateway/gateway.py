@@ -11,14 +11,14 @@ import grpc
 import orjson
 
 from sgl_ext.balancer.server import Balancer
-from sgl_ext.epp.messages import (
+from sgl_ext.integrations.gateway.messages import (
     DESTINATION,
     FULL_DUPLEX_STREAMED,
     METHOD,
     ProcessingRequest,
     ProcessingResponse,
 )
-from sgl_ext.epp.picker import EndpointPicker
+from sgl_ext.integrations.gateway.picker import EndpointPicker
 from sgl_ext.settings.schema import PickerSettings
 from tests.waiting import HANG_S
 

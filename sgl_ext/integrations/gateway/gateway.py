@@ -26,8 +26,8 @@ from sgl_ext.balancer.relay.exchange import Exchange
 from sgl_ext.balancer.relay.preparation import Preparation
 from sgl_ext.balancer.routing.worker import Attempt, Worker
 from sgl_ext.balancer.routing.workers import Workers
-from sgl_ext.epp import messages
-from sgl_ext.epp.messages import Response
+from sgl_ext.integrations.gateway import messages
+from sgl_ext.integrations.gateway.messages import Response
 from sgl_ext.limits.bounds import MAX_HEAD_BYTES
 from sgl_ext.protocols.errors import BalancerError
 from sgl_ext.settings.sources import address_of

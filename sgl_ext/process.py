@@ -1,4 +1,7 @@
-"""A process outlives its terminal: SIGHUP does not end it, nor does output that nobody reads.
+"""How a process lives and ends: with its launcher, not with its terminal, and its folders with it.
+
+The launcher gives each child one end of a pipe as standard input and never writes to it. When the
+launcher ends, even after kill -9, the system closes the other end, and the child's read returns.
 
 A terminal that closes sends SIGHUP, and operators do, to have settings read. The signal is blocked,
 and a thread waits for it. A handler would not be inherited by programs that the process starts, and
@@ -6,16 +9,41 @@ they would end; that a signal is blocked and ignored is inherited.
 
 What a process prints is lost rather than ending it or holding it up: its terminal may close or be
 stopped, its disk fill, and nobody read the pipe.
-"""
 
+A process holds a lock on the file `lock` in its folder for as long as it runs. The system releases
+the lock however the process ends, so a folder whose lock is free belongs to no process."""
+
+import atexit
+import fcntl
+import os
 import select
+import shutil
 import signal
+import stat
 import sys
+import tempfile
 import threading
 from collections.abc import Callable
 from contextlib import suppress
+from pathlib import Path
 from types import FrameType
 from typing import Any, TextIO, cast
+
+LIFELINE = "SGLEXT_LIFELINE"
+
+
+def end_with_parent() -> None:
+    """Ends this process when standard input closes, if a launcher started it."""
+    if os.environ.pop(LIFELINE, None) is None:
+        return
+
+    def watch() -> None:
+        while os.read(sys.stdin.fileno(), 1):
+            pass
+        os._exit(1)
+
+    threading.Thread(target=watch, name="lifeline", daemon=True).start()
+
 
 _HANGUP = {signal.SIGHUP}
 
@@ -83,3 +111,44 @@ def outlive_output() -> None:
     """From now on this process goes on when its output cannot be written."""
     sys.stdout = cast(TextIO, LossyStream(sys.stdout))
     sys.stderr = cast(TextIO, LossyStream(sys.stderr))
+
+
+ENGINE_FOLDERS = "sgl-ext-engine-"
+BALANCER_FOLDERS = "sgl-ext-balancer-"
+"""The prefixes of the folders' names."""
+_LOCK = "lock"
+_locks: list[int] = []  # held until this process ends
+
+
+def make_folder(prefix: str, parent: Path | None = None) -> Path:
+    """Makes a folder that only this user can read, and removes those of the same prefix whose
+    process has ended. It is removed when this process ends, or, if that is too sudden, by the
+    next call or `remove_stale`. parent: None for the temporary directory."""
+    remove_stale(prefix, parent)
+    folder = Path(tempfile.mkdtemp(prefix=prefix, dir=parent))
+    new = folder / f"new-{_LOCK}"
+    _locks.append(os.open(new, os.O_RDWR | os.O_CREAT, 0o600))
+    fcntl.flock(_locks[-1], fcntl.LOCK_EX)
+    new.rename(folder / _LOCK)  # locked before others can see it
+    atexit.register(_remove, folder, os.getpid())
+    return folder
+
+
+def remove_stale(prefix: str, parent: Path | None = None) -> None:
+    """Removes this user's folders of a prefix whose process has ended."""
+    for folder in (parent or Path(tempfile.gettempdir())).glob(f"{prefix}*"):
+        with suppress(OSError):
+            found = folder.lstat()
+            if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.geteuid():
+                continue
+            lock = os.open(folder / _LOCK, os.O_RDWR | os.O_NOFOLLOW)
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                shutil.rmtree(folder, ignore_errors=True)
+            finally:
+                os.close(lock)
+
+
+def _remove(folder: Path, owner: int) -> None:
+    if os.getpid() == owner:  # and not a child that was forked
+        shutil.rmtree(folder, ignore_errors=True)

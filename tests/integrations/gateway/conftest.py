@@ -13,7 +13,7 @@ from aiohttp import web
 from aiohttp.test_utils import TestServer
 
 from tests.balancer.conftest import Engine
-from tests.epp.gateway import Asked, Picker, running_picker
+from tests.integrations.gateway.gateway import Asked, Picker, running_picker
 
 
 def pytest_asyncio_loop_factories() -> dict[str, Callable[[], uvloop.Loop]]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from sgl_ext.balancer.http.request_head import parse_head
-from sgl_ext.epp.gateway import changes, parse_lines, path_of, raw_head, values_of
+from sgl_ext.integrations.gateway.gateway import changes, parse_lines, path_of, raw_head, values_of
 from sgl_ext.protocols.errors import BalancerError
 
 HEAD = [

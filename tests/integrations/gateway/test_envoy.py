@@ -17,8 +17,8 @@ from sgl_ext_cpu.node import free_port
 
 from tests.balancer.conftest import Answer, Engine
 from tests.balancer.wire import until
-from tests.epp.conftest import Listen
-from tests.epp.gateway import CHAT, MESSAGES, Picker, running_picker
+from tests.integrations.gateway.conftest import Listen
+from tests.integrations.gateway.gateway import CHAT, MESSAGES, Picker, running_picker
 from tests.waiting import HANG_S
 
 pytestmark = [pytest.mark.installs, pytest.mark.long]

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from sgl_ext.node import ports
-from sgl_ext.node.ports import free_ports, port_owner, require_free
+from sgl_ext import ports
+from sgl_ext.ports import free_ports, port_owner, require_free
 from sgl_ext.settings.schema import SettingsError
 
 

@@ -15,14 +15,20 @@ import pytest
 from aiohttp import web
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from sgl_ext.epp import messages
-from sgl_ext.epp.gateway import EnvoyGateway
-from sgl_ext.epp.messages import BODY_SEND_MODES, DESTINATION, FULL_DUPLEX_STREAMED, NONE, SERVICE
+from sgl_ext.integrations.gateway import messages
+from sgl_ext.integrations.gateway.gateway import EnvoyGateway
+from sgl_ext.integrations.gateway.messages import (
+    BODY_SEND_MODES,
+    DESTINATION,
+    FULL_DUPLEX_STREAMED,
+    NONE,
+    SERVICE,
+)
 from sgl_ext.limits.bounds import MAX_ELEMENTS
 from tests.balancer.conftest import Engine
 from tests.balancer.wire import until
-from tests.epp.conftest import Ask, Listen, Pick
-from tests.epp.gateway import CHAT, MESSAGES, Asked, Picker, running_picker
+from tests.integrations.gateway.conftest import Ask, Listen, Pick
+from tests.integrations.gateway.gateway import CHAT, MESSAGES, Asked, Picker, running_picker
 from tests.waiting import HANG_S
 
 HIDDEN = (FULL_DUPLEX_STREAMED, NONE)

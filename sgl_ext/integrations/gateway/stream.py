@@ -15,9 +15,16 @@ from http import HTTPStatus
 from sgl_ext.balancer.http.request_reader import Request, check_body, take
 from sgl_ext.balancer.relay.exchange import Exchange
 from sgl_ext.balancer.server import Balancer
-from sgl_ext.epp import messages
-from sgl_ext.epp.gateway import EnvoyGateway, GatewayWay, Outbox, path_of, raw_head, values_of
-from sgl_ext.epp.messages import FULL_DUPLEX_STREAMED, NONE
+from sgl_ext.integrations.gateway import messages
+from sgl_ext.integrations.gateway.gateway import (
+    EnvoyGateway,
+    GatewayWay,
+    Outbox,
+    path_of,
+    raw_head,
+    values_of,
+)
+from sgl_ext.integrations.gateway.messages import FULL_DUPLEX_STREAMED, NONE
 from sgl_ext.limits.bounds import HEAD_S, UNREAD_S, body_deadline_s
 from sgl_ext.limits.byte_account import Hold
 from sgl_ext.protocols.errors import (

@@ -8,10 +8,9 @@ import sys
 
 from sgl_ext.balancer.serve import Front, serve
 from sgl_ext.balancer.server import Balancer
-from sgl_ext.node.lifeline import end_with_parent
+from sgl_ext.process import end_with_parent, hold_hangups
 from sgl_ext.settings.schema import PickerSettings
 from sgl_ext.settings.sources import picker_settings
-from sgl_ext.terminal import hold_hangups
 
 _EXTRA = ("google", "grpc", "grpc_health")
 
@@ -24,7 +23,7 @@ def main(argv: list[str]) -> None:
 def _picker(balancer: Balancer, settings: PickerSettings) -> Front:
     # gRPC must not be imported before the balancer's processes are forked.
     try:
-        from sgl_ext.epp.picker import EndpointPicker
+        from sgl_ext.integrations.gateway.picker import EndpointPicker
     except ModuleNotFoundError as missing:
         if (missing.name or "").partition(".")[0] not in _EXTRA:
             raise

@@ -15,9 +15,9 @@ from grpc_health.v1.health_pb2 import HealthCheckResponse
 
 from sgl_ext.balancer.relay.services import Services
 from sgl_ext.balancer.server import Balancer
-from sgl_ext.epp import messages
-from sgl_ext.epp.messages import SERVICE
-from sgl_ext.epp.stream import GatewayStream, StreamAborted
+from sgl_ext.integrations.gateway import messages
+from sgl_ext.integrations.gateway.messages import SERVICE
+from sgl_ext.integrations.gateway.stream import GatewayStream, StreamAborted
 from sgl_ext.settings.schema import PickerSettings
 from sgl_ext.supervision import supervise
 
