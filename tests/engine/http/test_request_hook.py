@@ -21,7 +21,7 @@ from sgl_ext.reading.segments import Chain
 from sgl_ext.reading.strip import HeaderStrip, strip_request
 from sgl_ext.settings.schema import Tenant
 from sgl_ext.wire.headers import DEFAULTS_HEADER
-from tests.reading.test_system_text import HEADER, S
+from tests.reading.test_strip import HEADER, S
 
 Extend = Callable[..., HttpExtension]
 

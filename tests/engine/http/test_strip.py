@@ -12,7 +12,7 @@ import pytest
 import requests
 from sgl_ext_cpu.node import Node
 
-from tests.reading.test_system_text import CASES, HEADER, S, text
+from tests.reading.test_strip import CASES, HEADER, S, text
 from tests.waiting import until
 
 LEFT = {

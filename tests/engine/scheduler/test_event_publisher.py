@@ -29,7 +29,7 @@ from scheduler.silence import Signs
 from sgl_ext.protocols.registry import of_path
 from sgl_ext.reading.segments import read_chain
 from sgl_ext.wire.events import EVENTS_PATH
-from tests.reading.test_system_text import HEADER
+from tests.reading.test_strip import HEADER
 from tests.waiting import until
 
 POOL = 4096
