@@ -6,7 +6,7 @@ plots and the README show, so that a change of a figure there is a change of the
 
 from __future__ import annotations
 
-from collections.abc import Callable, ItemsView, Iterator, KeysView, Mapping, ValuesView
+from collections.abc import Callable, ItemsView, Iterator, Mapping, ValuesView
 from typing import Any
 
 Report = Mapping[str, Any]
@@ -21,7 +21,7 @@ def only_shown(report: Report, *writers: Callable[[Report], object]) -> dict[str
 
 
 class _Noted(dict[str, Any]):
-    """A dict that notes which of its keys were read. Whoever iterates over it reads all of them."""
+    """A dict that notes of which keys the values were read."""
 
     def __init__(self, found: Mapping[str, Any]) -> None:
         super().__init__({name: _noted(value) for name, value in found.items()})
@@ -36,7 +36,7 @@ class _Noted(dict[str, Any]):
         return super().get(name, default)
 
     def __iter__(self) -> Iterator[str]:
-        self.were_read |= set(super().keys())
+        """Without it, `{**noted}` would read the values unseen."""
         return super().__iter__()
 
     def items(self) -> ItemsView[str, Any]:  # type: ignore[override]
@@ -46,10 +46,6 @@ class _Noted(dict[str, Any]):
     def values(self) -> ValuesView[Any]:  # type: ignore[override]
         self.were_read |= set(super().keys())
         return super().values()
-
-    def keys(self) -> KeysView[str]:  # type: ignore[override]
-        """Asking which keys there are, as for a spread, reads none."""
-        return super().keys()
 
 
 def _noted(value: Any) -> Any:
