@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
 from typing import Any
 
 import orjson
@@ -451,6 +452,49 @@ async def test_each_client_of_a_waiting_request_is_told_to_wait(
     assert (await event_of(second)).startswith(b"event: ping")
     worker.go_on(b"".join(sse(ONE)))
     assert await event_of(second) == ONE
+
+
+async def test_a_prefill_of_400_s_is_computed_once_though_its_client_leaves_after_300(
+    serve: Serve, connect: Connect
+) -> None:
+    """Neither of its two connections is silent for more than 15 s."""
+    worker = Raw([])
+    node = Node(await serve(worker, interval_s=3600.0), connect)
+    beats, sent = node.balancer.services.heartbeats, node.balancer.services.metrics.heartbeats
+    beats.clock, beats.interval_s = node.clock, 1.0
+    first = await node.send(asked())
+    await until(lambda: worker.requests)
+    heard = {first: [0.0]}
+
+    async def wait(wire: Wire, until_s: int) -> None:
+        while node.clock.now_s < until_s:
+            node.clock.now_s += 1
+            before = sent.counts[()]
+            beats.sweep()
+            node.left.sweep()
+            if sent.counts[()] > before:
+                if len(heard[wire]) == 1:
+                    await head_of(wire)
+                assert await event_of(wire) == b'event: ping\ndata: {"type": "ping"}\n\n'
+                heard[wire].append(node.clock.now_s)
+
+    await wait(first, 300)
+    await node.leaves(first)
+    heard[first].append(node.clock.now_s)
+    node.clock.now_s += 1
+    second = await node.send(asked())
+    await until(lambda: not len(node.left))
+    heard[second] = [node.clock.now_s]
+    await wait(second, 400)
+    worker.go_on(b"".join(sse(ONE, TWO)))
+    got = await event_of(second)
+    while got != ONE + TWO:
+        got += await event_of(second)
+    heard[second].append(node.clock.now_s)
+    for times in heard.values():
+        assert max(after - before for before, after in pairwise(times)) <= 15
+    assert len(worker.requests) == 1
+    await until(node.is_level)
 
 
 async def test_the_log_has_each_id_once(serve: Serve, connect: Connect) -> None:
