@@ -1,6 +1,6 @@
 """The life of one request between a client and a worker, as one coroutine: `Exchange._run`.
 
-    read -> admit -> place -> connect, send -> relay -> finish
+    read -> admit -> place -> connect, send -> relay -> end
                       ^                          |
                       +------ AttemptFailed -----+   until a part of the answer is sent
 
@@ -50,6 +50,7 @@ from sgl_ext.balancer.relay.patience import MAX_SENT_BYTES, NO_CLIENT, copy_key
 from sgl_ext.balancer.relay.preparation import (
     NOT_PREPARED,
     Preparation,
+    Recorder,
     make_context,
     plan_of,
     prepare,
@@ -334,6 +335,7 @@ class Exchange:
     _wait_reason = ""
     _queued_s = 0.0
     _lost = 0  # attempts that were sent to a worker that failed
+    _is_run = False  # whether a scheduler runs it
     _on_trial = False
     _is_released = False  # its trial may begin, or it needs none
     _fingerprint = ""  # if it was needed
@@ -383,19 +385,63 @@ class Exchange:
 
     async def _run(self) -> None:
         """The life of the request."""
+        services, head = self._services, self._head
         try:
-            if await self._read():
-                return  # an earlier copy answers
-            await self._admit()
+            # Read it. A large body, and what a request names of the store, take time.
+            self._begin_reading()
+            preparation = NOT_PREPARED
+            plan = plan_of(services, head, remembers=self._turns is not None)
+            if plan is not None:
+                reading = self._read(plan)
+                if not isinstance(reading, Reading):
+                    body, turns = self._request.body, self._turns
+                    work = services.read_body(head.tenant, plan, body, reading, turns)
+                    reading = await self._done(work)
+                if self._spans is not None:
+                    self._spans.read(reading.model)
+                if plan.runs and self._finds_copy():
+                    return  # an earlier copy of the request answers
+                preparation = prepare(services, self._request, plan, reading, self._turns)
+            self._preparation = preparation = self._way.check(preparation)
+            self.routing = routing = preparation.routing
+            # A scheduler runs it, so that it could end one.
+            self._is_run = routing.runs or routing.warms
+
+            # Admit it: charge its tenant, and make a context of it if it asks for one.
+            if preparation.beat:
+                services.heartbeats.begin(self)
+            if services.rate_limits.charges(head.tenant):
+                await self._charge()
+            services.retries.add_request()
+            if path := preparation.context_path:
+                names_stored = bool(preparation.saved_bytes)
+                making = make_context(services, self._request, path, names_stored=names_stored)
+                self._answer_lines = await self._done(making)
+
+            # Place it, send it and relay the answer, until a worker answers.
             while True:
                 try:
-                    attempt = await self._place()
-                    self.send(await self._connect(attempt))
+                    attempt = None if head.route is None else await self._place()
+                    self._connect(attempt)
+                    while (connection := self._connection) is None:
+                        await self._news()
+                    self.send(connection)
                     body = await self._relay()
                     break
                 except AttemptFailed as failure:
                     self._retry(failure)
-            await self._finish(body)
+
+            # End the answer, after it is stored if it is a turn of a conversation.
+            streams = self._streams(body)
+            if streams and body:
+                self._relay_events(body)
+                body = b""
+            if preparation.recorder is not None:
+                body = await self._stored(preparation.recorder, body, streams=streams)
+            if streams:
+                self._end_stream(body)
+            else:
+                self._answer(body)
         except _Over:
             pass
         except Exception as error:
@@ -438,90 +484,36 @@ class Exchange:
 
     # Read and admit.
 
-    async def _read(self) -> bool:
-        """Reads the request. True if an earlier copy of it answers it."""
+    def _begin_reading(self) -> None:
         if self._stage is ENDED:
             raise _Over
-        services, head = self._services, self._head
-        for name in head.identity.replaced:
-            services.metrics.identities_replaced.counts[(name,)] += 1
+        for name in self._head.identity.replaced:
+            self._services.metrics.identities_replaced.counts[(name,)] += 1
         if self._request.rejection is not None:
             raise self._request.rejection
-        preparation = NOT_PREPARED
-        plan = plan_of(services, head, remembers=self._turns is not None)
-        if plan is not None:
-            reading = await self._reading(plan)
-            if self._spans is not None:
-                body = reading.stripped.body
-                self._spans.read(body.get("model") if isinstance(body, dict) else None)
-            if plan.runs and self._finds_copy():
-                return True
-            preparation = prepare(services, self._request, plan, reading, self._turns)
-        self._preparation = preparation = self._way.check(preparation)
-        self.routing = preparation.routing
-        return False
 
-    async def _reading(self, plan: ReadPlan) -> Reading:
-        """A large body, and what a request names of the store, take time."""
-        services, body, named = self._services, self._request.body, None
-        if len(body) <= LARGE_BODY_BYTES:
-            reading = services.body_reader.read(plan, body)
-            if not isinstance(reading, Named):
-                return reading
-            named = reading
-        tenant = self._head.tenant
-        return await self._done(services.read_body(tenant, plan, body, named, self._turns))
+    def _read(self, plan: ReadPlan) -> Reading | Named | None:
+        """Reads a small body: the reading, or what it names. None for a large one."""
+        body = self._request.body
+        if len(body) > LARGE_BODY_BYTES:
+            return None
+        return self._services.body_reader.read(plan, body)
 
-    async def _admit(self) -> None:
-        """Charges the request's tenant for it, and makes a context of it if it asks for one."""
-        services, preparation, tenant = self._services, self._preparation, self._head.tenant
-        if preparation.beat:
-            services.heartbeats.begin(self)
-        if services.rate_limits.charges(tenant):
-            # What it claims of an engine is charged until its cost is known.
-            claimed_tokens = self.routing.prompt_tokens + self.routing.output_tokens
-            lease = services.rate_limits.lease(tenant, claimed_tokens)
-            if lease is not None:
-                await self._done(lease)
-            charge = services.rate_limits.admit(tenant, claimed_tokens)
-            self._preparation = structs.replace(preparation, charge=charge)
-        services.retries.add_request()
-        if path := preparation.context_path:
-            names_stored = bool(preparation.saved_bytes)
-            making = make_context(services, self._request, path, names_stored=names_stored)
-            self._answer_lines = await self._done(making)
+    async def _charge(self) -> None:
+        """Charges the request's tenant for what it claims of an engine, until its cost is known."""
+        limits, tenant = self._services.rate_limits, self._head.tenant
+        claimed_tokens = self.routing.prompt_tokens + self.routing.output_tokens
+        lease = limits.lease(tenant, claimed_tokens)
+        if lease is not None:
+            await self._done(lease)
+        charge = limits.admit(tenant, claimed_tokens)
+        self._preparation = structs.replace(self._preparation, charge=charge)
 
     # Place and send.
 
-    async def _place(self) -> Attempt | None:
-        """Begins an attempt at a worker, and waits until the prefix that it follows is computed.
-        None for the control plane, which is in this process."""
-        self._wait_reason = ""
-        if self._head.route is None:
-            return None
-        services = self._services
-        attempt = await self._placement()
-        if self._spans is not None:
-            self._spans.placed(attempt, self._wait_reason)
-        services.metrics.placements.counts[(attempt.placement.reason,)] += 1
-        if self.tried:
-            services.metrics.retries.inc()
-        self._attempts += 1
-        self.tried.add(attempt.worker)
-        if attempt.decoder is not None:
-            self.tried.add(attempt.decoder)
-        self._pool = services.pool(attempt.decoder or attempt.worker)
-        if attempt.placement.reason == "home" and not self._on_trial:
-            services.standby_prefill.consider(
-                attempt, self._head, self._request.body, self._request_id
-            )
-        if attempt.waits_for_prefix(partial(self._prefix_computed, attempt)):
-            self._wait_reason = "prefix"
-            await self._news()
-        return attempt
-
-    async def _placement(self) -> Attempt:
-        """Waits for a trial if the request is suspected, and then for a worker with capacity."""
+    async def _place(self) -> Attempt:
+        """Waits for a trial if the request is suspected, then for a worker with capacity, and then
+        until the prefix that its attempt follows is computed."""
         services = self._services
         while True:
             self._is_released = False
@@ -536,38 +528,52 @@ class Exchange:
             while (attempt := self._attempt) is None:
                 await self._news()
             if not self._on_trial or services.trials.may_send(self, attempt):
-                return attempt
+                break
             self._on_trial, self._attempt = False, None
             services.router.attempts.fail(attempt, by_worker=False)
             await self._trial()
+        if self._spans is not None:
+            self._spans.placed(attempt, self._wait_reason)
+        services.metrics.placements.counts[(attempt.placement.reason,)] += 1
+        if self.tried:
+            services.metrics.retries.inc()
+        self._attempts += 1
+        self.tried.add(attempt.worker)
+        if attempt.decoder is not None:
+            self.tried.add(attempt.decoder)
+        if attempt.placement.reason == "home" and not self._on_trial:
+            services.standby_prefill.consider(
+                attempt, self._head, self._request.body, self._request_id
+            )
+        if attempt.waits_for_prefix(partial(self._prefix_computed, attempt)):
+            self._wait_reason = "prefix"
+            await self._news()
+        return attempt
 
     async def _trial(self) -> None:
         """Waits until the trial of the request begins, or until it is not suspected any more."""
         while not self._is_released:
             await self._news()
 
-    async def _connect(self, attempt: Attempt | None) -> Upstream:
-        """A connection to the attempt's worker."""
+    def _connect(self, attempt: Attempt | None) -> None:
+        """Gets a connection to the attempt's worker, now or later; without an attempt, to the
+        control plane in this process."""
+        services = self._services
         if self._wait_reason:
             self._queued_s = time.perf_counter() - self._arrived_s
-            self._services.metrics.queue_s.observe(self._wait_reason, self._queued_s)
+            services.metrics.queue_s.observe(self._wait_reason, self._queued_s)
             if self._spans is not None:
                 self._spans.connects(self._wait_reason)
-        if attempt is not None and (gateway := self._way.to_engine(attempt)) is not None:
-            return gateway
+        if attempt is not None:
+            self._pool = services.pool(attempt.answerer)
+            if (gateway := self._way.to_engine(attempt)) is not None:
+                self._connection = gateway
+                return
         self._connecting = self._pool.lease(self)
-        return await self._connected()
-
-    async def _connected(self) -> Upstream:
-        while (connection := self._connection) is None:
-            await self._news()
-        self._connecting = None
-        return connection
 
     def send(self, connection: Upstream) -> None:
         """Sends the request."""
-        self._connection = connection
-        self._is_sent = True
+        self._connecting, self._is_sent = None, True
         attempt, head, body = self._attempt, self._head, self._request.body
         if attempt is not None and attempt.sent_s is None:
             self._services.router.attempts.sent(attempt)
@@ -608,11 +614,6 @@ class Exchange:
         return lines_of_new(self._trace_id, is_sampled=self._services.span_export is None)
 
     # The admission queue and the trials call these.
-
-    @property
-    def _is_run(self) -> bool:
-        """Whether a scheduler runs the request, so that it could end one."""
-        return self.routing.runs or self.routing.warms
 
     @property
     def fingerprint(self) -> str:
@@ -781,7 +782,9 @@ class Exchange:
             last = await self._news()
         except _StaleConnection:
             self._connecting = self._pool.connect(self)
-            self.send(await self._connected())
+            while (connection := self._connection) is None:
+                await self._news()
+            self.send(connection)
             last = await self._news()
         response = self._response
         head, body = response.head, response.end(last)
@@ -800,6 +803,8 @@ class Exchange:
             and self._has_budget()
         ):
             raise AttemptFailed("status 503", answered=True)
+        if self._preparation.turn is not None and body and head.status == OK and not head.streams:
+            body = self._with_cache_diagnosis(body, streams=False)
         return body
 
     def _streams(self, rest: bytes) -> bool:
@@ -823,22 +828,13 @@ class Exchange:
             self._services.metrics.retries_rejected.inc()
         return has_budget
 
-    async def _finish(self, body: bytes) -> None:
-        """Stores the answer if it is a turn of a conversation, and sends its end."""
-        recorder, head = self._preparation.recorder, self._response.head
-        if self._streams(body):
-            if body:
-                self._relay_events(body)
-            end = b""
-            if recorder is not None and recorder.holds_end:
-                end = await self._done(recorder.record_end())
-            self._end_stream(end)
-            return
-        if self._preparation.turn is not None and body and head.status == OK and not head.streams:
-            body = self._with_cache_diagnosis(body, streams=False)
-        if recorder is not None and head.status == OK:
-            body = await self._done(recorder.record(body))
-        self._answer(body)
+    async def _stored(self, recorder: Recorder, body: bytes, *, streams: bool) -> bytes:
+        """Stores an answer. Returns the rest of its stream, or the whole answer."""
+        if streams:
+            return await self._done(recorder.record_end()) if recorder.holds_end else b""
+        if self._response.head.status != OK:
+            return body
+        return await self._done(recorder.record(body))
 
     def _relay_events(self, data: bytes) -> None:
         if self._preparation.turn is not None:

@@ -28,6 +28,8 @@ from sgl_ext.protocols.registry import GENERATE
 from sgl_ext.reading.client import NO_FACTS, ClientFacts, shown_name, stated_session, with_body
 from sgl_ext.wire.headers import NO_DEFAULTS, TENANT_HEADER, defaults_line
 
+Recorder = ResponseRecorder | ThreadRecorder
+
 
 class Preparation(msgspec.Struct, frozen=True):
     """What is known of a request before it is placed.
@@ -47,7 +49,7 @@ class Preparation(msgspec.Struct, frozen=True):
     """
 
     routing: RoutingRequest
-    recorder: ResponseRecorder | ThreadRecorder | None
+    recorder: Recorder | None
     diagnosis: PromptDiagnosis | None
     charge: Charge | None
     facts: ClientFacts = NO_FACTS

@@ -209,6 +209,11 @@ class Reading(msgspec.Struct, frozen=True, gc=False):
     settings: Settings | None = None
     beat: bytes = b""
 
+    @property
+    def model(self) -> object:
+        """The model that the request names."""
+        return self.stripped.body.get("model") if isinstance(self.stripped.body, dict) else None
+
 
 class BodyReader:
     """Reads bodies by the settings of the balancer. One a process; not thread-safe."""
