@@ -134,7 +134,7 @@ class _Pair:
     def __init__(self, balancer: Balancer) -> None:
         self._client, self._worker = _Transport(), _Transport()
         services = balancer._services
-        self._pool = services.pool(services.workers.all[0])
+        self._pool = services.connections.to(services.workers.all[0])
         self._pool.close_idle()
         self._upstream = UpstreamConnection(self._pool)
         self._upstream.connection_made(self._worker)

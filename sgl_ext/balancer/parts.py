@@ -3,6 +3,7 @@
 import asyncio
 import time
 from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
@@ -18,7 +19,9 @@ from sgl_ext.balancer.cluster.launcher import Launcher, Reloads
 from sgl_ext.balancer.cluster.peers import PeerGroup, Peers, StoreMessages
 from sgl_ext.balancer.conversations.conversation_store import ConversationStore
 from sgl_ext.balancer.conversations.tenant_documents import TenantDocuments
+from sgl_ext.balancer.http.request_head import RequestHeadCache
 from sgl_ext.balancer.metrics.registry import Metrics
+from sgl_ext.balancer.relay.bodies import Bodies
 from sgl_ext.balancer.relay.reading import HintRules
 from sgl_ext.balancer.relay.services import Services
 from sgl_ext.balancer.reporting.activity import Activity
@@ -50,35 +53,45 @@ _FIRST_REPORT_S = 2.0
 _FIRST_LIST_S = 2.0
 
 
+@dataclass(frozen=True, eq=False)
+class Basis:
+    """What a balancer process has before its event loop runs.
+
+    key_file: the keys of its clients, if they have keys. heads: of its clients' requests.
+    secret: by which workers know it. sources: of its workers. group, folder: the other processes
+    of this balancer, and a folder that they share.
+    interval_s: the time between two sweeps, and between two probes of a worker.
+    """
+
+    live: LiveSettings[BalancerSettings]
+    metrics: Metrics
+    account: ByteAccount
+    tenants: Tenants
+    key_file: KeyFileReloader | None
+    heads: RequestHeadCache
+    secret: SentSecret
+    sources: Sequence[Membership]
+    group: PeerGroup | None
+    folder: Path | None
+    interval_s: float
+
+
 class Parts:
     """What a balancer consists of, besides its clients' connections.
 
-    keys_changed: called when the keys of clients have changed.
+    config: the settings in effect.
     """
 
-    def __init__(
-        self,
-        config: BalancerSettings,
-        metrics: Metrics,
-        account: ByteAccount,
-        tenants: Tenants,
-        key_file: KeyFileReloader | None,
-        keys_changed: Callable[[], object],
-        secret: SentSecret,
-        sources: Sequence[Membership],
-        interval_s: float,
-        group: PeerGroup | None,
-        folder: Path | None,
-        live: LiveSettings[BalancerSettings],
-        settings_changed: Callable[[BalancerSettings], object],
-    ) -> None:
-        """group, folder: the other processes of this balancer, and a folder that they share.
-        settings_changed: called with the settings after a reload has changed them."""
-        self._tenants = tenants
-        self._settings_changed = settings_changed
-        self._metrics = metrics
-        self._key_file = key_file
-        self._keys_changed = keys_changed
+    def __init__(self, basis: Basis) -> None:
+        self._tenants = tenants = basis.tenants
+        self._live = live = basis.live
+        config, group, folder = live.current, basis.group, basis.folder
+        self.config = config
+        self._metrics = metrics = basis.metrics
+        self._key_file = key_file = basis.key_file
+        self._heads = basis.heads
+        secret = basis.secret
+        self._interval_s = interval_s = basis.interval_s
         # Each worker has a few connections, one of them for its events: a limit for all would keep
         # probes waiting.
         self._session = session = aiohttp.ClientSession(
@@ -92,8 +105,10 @@ class Parts:
             else group.memory.open(group.number)
         )
         metrics.index_segments.set_function(lambda: len(prefixes.index))
-        self._workers = Workers(metrics, sources=[source.name for source in sources], slots=slots)
-        self._sources = WorkerSources(sources, self._workers, metrics, interval_s)
+        self._workers = Workers(
+            metrics, sources=[source.name for source in basis.sources], slots=slots
+        )
+        self._sources = WorkerSources(basis.sources, self._workers, metrics, interval_s)
         self._probes = WorkerProbes(
             self._workers,
             session,
@@ -153,37 +168,44 @@ class Parts:
             partial(_label, tenants, key_file),
             shared,
         )
-        self.services = Services(
-            router,
-            self._admission_queue,
-            request_log,
-            metrics,
-            strip,
-            self._limits,
-            ConversationStore(self._documents, metrics, config.response_ttl_s),
-            secret,
-            session,
-            account,
-            whole.metrics_page,
-            whole.divergences,
-            self._readiness,
-            self._sources.rows,
-            self._launcher,
-            activity,
-            whole.other_states,
-        )
-        self.services.hint_rules = HintRules(config.hints)
+        conversations = ConversationStore(self._documents, metrics, config.response_ttl_s)
         self._sender = EngineSettingsSender(
             self._workers, session, lambda: live.version, metrics.engine_settings_failures
         )
         self.reloads = Reloads(live, self._launcher, self._sender, self._apply, metrics)
-        self.services.reload = self.reloads.reload
-        heartbeats = self.services.heartbeats
-        heartbeats.first_s, heartbeats.interval_s = config.first_byte_s, interval_s
-        self.services.resends.resend_s = config.resend_s
-        self.services.span_export = self._span_export = open_export(config, metrics)
-        self.services.control = self._control = ControlPool(make_app(self.services, interval_s))
+        self.services = Services(
+            metrics,
+            basis.account,
+            router,
+            self._admission_queue,
+            self._limits,
+            Bodies(
+                metrics,
+                basis.account,
+                strip,
+                conversations,
+                HintRules(config.hints),
+                sort_tools=config.sort_tools,
+            ),
+            secret,
+            session,
+            request_log,
+            activity,
+            whole,
+            self._readiness,
+            self._sources,
+            self.reloads,
+            self._launcher,
+            open_export(config, metrics),
+            self._make_control,
+        )
+        self.services.heartbeats.change(config.first_byte_s, interval_s)
+        self.services.resends.change(config.resend_s)
         self._peers = self._make_peers(group, router)
+
+    def _make_control(self, services: Services) -> ControlPool:
+        self._control = ControlPool(make_app(services, self._interval_s))
+        return self._control
 
     async def start(self) -> None:
         """Learns of the workers and what they hold, as far as they answer at once."""
@@ -212,7 +234,7 @@ class Parts:
     def steps(self) -> list[tuple[str, Callable[[], object]]]:
         """The steps of a sweep: they apply timeouts, and read and write what is shared."""
         return [
-            ("connection_pools", self._sweep_pools),
+            ("connection_pools", self.services.sweep_connections),
             ("admission_queue", self._admission_queue.sweep),
             ("trials", self.services.trials.sweep),
             ("heartbeats", self.services.heartbeats.sweep),
@@ -235,15 +257,13 @@ class Parts:
         await self._subscribers.close()
         if self._peers is not None:
             self._peers.stop()
-        for pool in self.services.pools():
-            pool.close()
-        self.services.large_bodies.close()
+        self.services.close()
         await self._control.stop()
         await self._session.close()
         await self._launcher.close()
         await self._request_log.close()
-        if self._span_export is not None:
-            await self._span_export.close()
+        if self.services.span_export is not None:
+            await self.services.span_export.close()
         await self._documents.close()
         if self._shared is not None:
             await self._shared.close()
@@ -252,10 +272,9 @@ class Parts:
         """Uses what can change without a restart: `sgl_ext.settings.reloading`."""
         self._tenants.replace(config.tenants, config.max_priority)
         services, router = self.services, self.services.router
-        services.hint_rules = HintRules(config.hints)
-        services.conversations.response_ttl_s = config.response_ttl_s
-        services.heartbeats.first_s = config.first_byte_s
-        services.resends.resend_s = config.resend_s
+        services.bodies.change(HintRules(config.hints), config.response_ttl_s)
+        services.heartbeats.change(config.first_byte_s, services.heartbeats.interval_s)
+        services.resends.change(config.resend_s)
         router.worker_limit = config.max_in_flight
         router.preemption_threshold = config.preemption_threshold
         router.attempts.speeds.learns = config.learn_speeds
@@ -263,11 +282,8 @@ class Parts:
             config.queue_limit, config.queue_timeout_s, config.aging_s, config.agent_hold_s
         )
         self._request_log.change_limit(config.request_log_limit_bytes)
-        self._settings_changed(config)
-
-    def _sweep_pools(self) -> None:
-        for pool in self.services.pools():
-            pool.sweep()
+        self.config = config
+        self._heads.clear()  # heads have their tenants' cache groups
 
     def _sweep_prefixes(self) -> None:
         prefixes = self.services.router.prefixes
@@ -276,12 +292,12 @@ class Parts:
 
     def _reload_keys(self) -> None:
         if self._key_file is not None and self._key_file.reload_if_changed():
-            self._keys_changed()
+            self._heads.clear()
             self._limits.show()
 
     async def _compare_keys(self) -> None:
         if self._shared_keys is not None and await self._shared_keys.compare():
-            self._keys_changed()
+            self._heads.clear()
 
     def _send_state(self) -> None:
         if self._peers is not None:

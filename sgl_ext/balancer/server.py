@@ -3,7 +3,6 @@
 import asyncio
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from functools import partial
 from pathlib import Path
 
 from sgl_ext.balancer.access.authentication import Authentication, KeyFileReloader, SentSecret
@@ -21,7 +20,7 @@ from sgl_ext.balancer.http.downstream import (
 from sgl_ext.balancer.http.request_head import RequestHeadCache
 from sgl_ext.balancer.http.request_reader import Request, RequestReader
 from sgl_ext.balancer.metrics.registry import Metrics
-from sgl_ext.balancer.parts import Parts
+from sgl_ext.balancer.parts import Basis, Parts
 from sgl_ext.balancer.relay.exchange import Exchange
 from sgl_ext.balancer.relay.responses_socket import SocketHandshake
 from sgl_ext.balancer.relay.services import Services
@@ -62,7 +61,7 @@ class Balancer:
         Raises SettingsError.
         """
         self._live = _live(config, read, folder)
-        self._config = config = self._live.current
+        config = self._live.current
         self._interval_s = interval_s
         self._shares_port = group is not None
         self.draining = False
@@ -86,21 +85,18 @@ class Balancer:
         add_table("byte_budget", lambda: account.used, lambda: account.limit_bytes, "bytes")
         add_table("connections", self._connections.__len__, lambda: self._config.max_connections)
         add_table("request_heads", self._heads.__len__, lambda: self._heads.limit)
-        self._build = partial(
-            Parts,
-            config,
+        self._basis = Basis(
+            self._live,
             metrics,
-            self.account,
+            account,
             tenants,
             key_file,
-            self._heads.clear,
+            self._heads,
             SentSecret(config.engine_secret, metrics),
             open_sources(config) if sources is None else sources,
-            interval_s,
             group,
             folder,
-            self._live,
-            self._changed,
+            interval_s,
         )
 
     async def start(self) -> None:
@@ -111,7 +107,7 @@ class Balancer:
         loop, failed = asyncio.get_running_loop(), self._metrics.background_failed
         self.now = loop.time()
         count_unhandled(loop, failed)
-        self._parts = self._build()
+        self._parts = Parts(self._basis)
         self._services = self._parts.services
         await self._parts.start()
         steps = [("timeouts", self._time_out), *self._parts.steps()]
@@ -128,6 +124,11 @@ class Balancer:
             backlog=_BACKLOG,
             reuse_port=self._shares_port,
         )
+
+    @property
+    def _config(self) -> BalancerSettings:
+        """The settings in effect."""
+        return self._parts.config
 
     @property
     def services(self) -> Services:
@@ -150,7 +151,8 @@ class Balancer:
         A second call does nothing."""
         if self.draining:
             return
-        self.draining = self._services.draining = True
+        self.draining = True
+        self._services.drain()
         self._note_idle()
         with suppress(TimeoutError):
             await asyncio.wait_for(self._drained.wait(), self._config.drain_s)
@@ -172,10 +174,6 @@ class Balancer:
         """Reads the settings again and applies what can change. The log says what that was."""
         with suppress(SettingsError, LauncherUnreachable):
             await self._parts.reloads.reload()
-
-    def _changed(self, config: BalancerSettings) -> None:
-        self._config = config
-        self._heads.clear()  # heads have their tenants' cache groups
 
     def hurry(self) -> None:
         """Ends a `stop`, now or later, without waiting for running requests."""

@@ -121,7 +121,7 @@ async def _prepared(services: Any, request: Request) -> Preparation:
     reading = services.reader.read(plan, request.body)
     if isinstance(reading, Named):
         tenant = services.router.tenants.of_headers(plan.hints).name
-        found = await services.conversations.find(reading, tenant)
+        found = await services.bodies.conversations.find(reading, tenant)
         reading = services.reader.read(plan, request.body, found)
     return prepare(services, request, plan, reading)
 
@@ -189,9 +189,8 @@ async def _services() -> Any:
     tenants = Tenants((), EngineSettings().max_priority)
     return SimpleNamespace(
         router=Router(Workers(metrics), metrics, tenants=tenants),
-        conversations=await _conversations(metrics),
+        bodies=SimpleNamespace(conversations=await _conversations(metrics), hint_rules=None),
         rate_limits=RateLimits(None, metrics),
-        hint_rules=None,
         request_log=SimpleNamespace(detector=None),
         cache_turns=SimpleNamespace(prompt_before=lambda *_: None),
         reader=BodyReader(HeaderStrip(), sort_tools=False, keeps_turns=True),

@@ -30,7 +30,7 @@ OUR_SYMBOLS = (
         "sgl_ext.engine.host_cache.message_cache:MessageCache.convert": "engine message cache",
         f"{_HTTP}.event_broadcaster:EventBroadcaster.apply": "engine events",
         "sgl_ext.balancer.routing.prefix_events:PrefixEventReader.apply": "balancer events",
-        "sgl_ext.balancer.relay.large_bodies:LargeBodies.call": "balancer large body",
+        "sgl_ext.balancer.relay.bodies:LargeBodies.call": "balancer large body",
     }
 )
 OUR_STAGES = frozenset(OUR_SYMBOLS.values()) - frozenset(STOCK_SYMBOLS.values())

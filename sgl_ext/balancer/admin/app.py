@@ -142,7 +142,7 @@ async def ready(request: web.Request) -> web.Response:
 
 async def show_metrics(request: web.Request) -> web.Response:
     headers = {"content-type": CONTENT_TYPE_PLAIN_0_0_4}
-    page = await asyncio.to_thread(request.app[SERVICES].page)
+    page = await asyncio.to_thread(request.app[SERVICES].whole.metrics_page)
     return web.Response(body=page, headers=headers)
 
 

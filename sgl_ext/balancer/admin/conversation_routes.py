@@ -25,12 +25,12 @@ _MAX_LIMIT = 100
 
 async def register(request: web.Request) -> web.Response:
     services, tenant = request.app[SERVICES], _tenant(request)
-    registration = await services.read_registration(tenant, await request.read())
-    return json_response(await services.conversations.register_context(tenant, registration))
+    registration = await services.bodies.read_registration(tenant, await request.read())
+    return json_response(await services.bodies.conversations.register_context(tenant, registration))
 
 
 async def list_contexts(request: web.Request) -> web.Response:
-    store, after = request.app[SERVICES].conversations, request.query.get("after", "")
+    store, after = request.app[SERVICES].bodies.conversations, request.query.get("after", "")
     if after and not contexts.ID.match(after):
         raise bad_field("after", "must be the id of a context")
     listed, has_more = await store.list_contexts(_tenant(request), after, _limit(request))
@@ -42,19 +42,21 @@ async def show_context(request: web.Request) -> web.Response:
     wanted = request.query.get("content", "false")
     if wanted not in ("true", "false"):
         raise bad_field("content", f"must be true or false, not {wanted[:40]!r}")
-    store, id = request.app[SERVICES].conversations, request.match_info["context"]
+    store, id = request.app[SERVICES].bodies.conversations, request.match_info["context"]
     shown = await store.context(_tenant(request), id, with_content=wanted == "true")
     return json_response(shown)
 
 
 async def delete_context(request: web.Request) -> web.Response:
     id = request.match_info["context"]
-    await request.app[SERVICES].conversations.delete_context(_tenant(request), id)
+    await request.app[SERVICES].bodies.conversations.delete_context(_tenant(request), id)
     return json_response({"context_id": id, "object": "context.deleted", "deleted": True})
 
 
 async def show_response(request: web.Request) -> web.Response:
-    found = await request.app[SERVICES].conversations.response(_tenant(request), _id(request))
+    found = await request.app[SERVICES].bodies.conversations.response(
+        _tenant(request), _id(request)
+    )
     if found is not None:
         return json_response(found)
     await _require_owner(request)
@@ -71,14 +73,16 @@ async def cancel_response(request: web.Request) -> web.Response:
 
 
 async def delete_response(request: web.Request) -> web.Response:
-    store = request.app[SERVICES].conversations
+    store = request.app[SERVICES].bodies.conversations
     if not await store.delete_response(_tenant(request), _id(request)):
         raise _not_found(_id(request))
     return json_response({"id": _id(request), "object": "response.deleted", "deleted": True})
 
 
 async def list_input_items(request: web.Request) -> web.Response:
-    items = await request.app[SERVICES].conversations.input_items(_tenant(request), _id(request))
+    items = await request.app[SERVICES].bodies.conversations.input_items(
+        _tenant(request), _id(request)
+    )
     if items is None:
         raise _not_found(_id(request))
     order, limit = request.query.get("order", "desc"), _limit(request)
@@ -120,7 +124,7 @@ async def _require_owner(request: web.Request) -> None:
 
     Engines show and cancel a response for everybody who knows its id.
     """
-    tenant, store = _tenant(request), request.app[SERVICES].conversations
+    tenant, store = _tenant(request), request.app[SERVICES].bodies.conversations
     if tenant and not await store.is_in_background(tenant, _id(request)):
         raise _not_found(_id(request))
 

@@ -66,7 +66,7 @@ _FORWARDED_HEADERS = (TENANT_HEADER, OWNER_HEADER)
 async def show_workers(request: web.Request) -> web.Response:
     services = request.app[SERVICES]
     rows = [_shown(worker) for worker in services.workers.all]
-    return json_response({"workers": rows, "sources": services.worker_sources()})
+    return json_response({"workers": rows, "sources": services.sources.rows()})
 
 
 async def add_worker(request: web.Request) -> web.Response:
@@ -121,7 +121,7 @@ async def delete_pins(request: web.Request) -> web.Response:
 
 
 async def show_divergences(request: web.Request) -> web.Response:
-    found = request.app[SERVICES].divergences()
+    found = request.app[SERVICES].whole.divergences()
     if found is None:
         message = "Prompts are not compared: start the balancer with --diagnose or --request-log."
         raise BalancerError(HTTPStatus.NOT_FOUND, message)
@@ -137,12 +137,12 @@ async def explain_request(request: web.Request) -> web.Response:
     target = request.raw_path.encode("latin-1", "replace")
     names = tuple(name.lower().encode("latin-1", "replace") for name in request.headers)
     fields = {name.encode(): value.encode("latin-1", "replace") for name, value in hints.items()}
-    defaults = services.hint_rules.of(tenant.name, fields)
+    defaults = services.bodies.hint_rules.of(tenant.name, fields)
     ceiling = tenant.max_priority
     plan = ReadPlan(
         path, target, names, hints, True, False, ceiling, False, defaults, tenant=tenant.name
     )
-    reading = await services.read_body(tenant.name, plan, body)
+    reading = await services.bodies.read(tenant.name, plan, body)
     assert reading.prompt is not None, "it would run"
     routing = router.routing_of(reading.prompt, hints)
     stripped = reading.stripped
@@ -253,7 +253,7 @@ _RELOAD = "/sgl_ext/reload"
 
 async def reload(request: web.Request) -> web.Response:
     try:
-        return json_response(await request.app[SERVICES].reload())
+        return json_response(await request.app[SERVICES].reloads.reload())
     except NothingToRead as error:
         raise BalancerError(HTTPStatus.CONFLICT, str(error)) from None
     except SettingsError as error:

@@ -63,13 +63,13 @@ def document(
     children: what the launcher tells of its processes. model: the name of the model, if no source
     of workers states it. now_s: by the wall clock.
     """
-    others = [orjson.loads(text) for text in services.other_parts()]
+    others = [orjson.loads(text) for text in services.whole.other_states()]
     parts = [part(services, now_s), *others]
     activity = merged((each["activity"] for each in parts), now_s)
     hashes = services.router.hashes_sessions
     pins = _pins(services.workers.all, asyncio.get_running_loop().time(), hashes=hashes)
     tenants, tenant_count = _tenants(services, activity["tenants"])
-    divergences = _divergences(services.divergences())
+    divergences = _divergences(services.whole.divergences())
     programs = programs_of(activity["agents"])
     workers, started = services.workers, {each.get("url"): each for each in children}
     return {

@@ -30,6 +30,7 @@ from sgl_ext.balancer.http.request_head import (
 )
 from sgl_ext.limits.bounds import MAX_WRITTEN_BYTES
 from sgl_ext.protocols.request_ids import NAMES
+from sgl_ext.wire.headers import rank_line
 
 NO_BODY = (204, 304)
 """Statuses of responses that have no body, whatever their length says."""
@@ -474,3 +475,51 @@ class ConnectionPool:
         for connection in tuple(self.connections):
             connection.abort()
         self._idle.clear()
+
+
+class Engine(Protocol):
+    """An engine, or a rank of one, as connections go to it."""
+
+    url: str
+    rank: int
+
+
+class EngineConnections:
+    """The connections to all engines."""
+
+    def __init__(self, lines: bytes) -> None:
+        """lines: header lines that each request gets, whichever its engine."""
+        self._lines = lines
+        self._pools: dict[Engine, ConnectionPool] = {}
+
+    def to(self, engine: Engine) -> ConnectionPool:
+        """The connections to an engine."""
+        pool = self._pools.get(engine)
+        if pool is None:
+            lines = self._lines + rank_line(engine.rank)
+            pool = self._pools[engine] = ConnectionPool(engine.url, lines)
+        return pool
+
+    def change_lines(self, lines: bytes) -> None:
+        """Replaces the header lines that each request gets."""
+        self._lines = lines
+        for engine, pool in self._pools.items():
+            pool.add_to_each(lines + rank_line(engine.rank))
+
+    def leave(self, engine: Engine, *, is_gone: bool) -> None:
+        """Closes the idle connections to an engine that gets no requests. Its running requests may
+        still end well."""
+        if engine in self._pools:
+            self._pools[engine].close_idle()
+            if is_gone:
+                del self._pools[engine]
+
+    def sweep(self) -> None:
+        """Closes connections that were idle for too long. Call it once a second."""
+        for pool in self._pools.values():
+            pool.sweep()
+
+    def close(self) -> None:
+        """Closes every connection."""
+        for pool in self._pools.values():
+            pool.close()

@@ -34,7 +34,6 @@ from typing import Any, Protocol, TypeVar
 import orjson
 from msgspec import structs
 
-from sgl_ext.balancer.conversations.expansion import Named
 from sgl_ext.balancer.conversations.response_turns import LaneTurns
 from sgl_ext.balancer.http.downstream import Client
 from sgl_ext.balancer.http.request_reader import Request
@@ -55,7 +54,7 @@ from sgl_ext.balancer.relay.preparation import (
     plan_of,
     prepare,
 )
-from sgl_ext.balancer.relay.reading import Reading, ReadPlan, without_usage
+from sgl_ext.balancer.relay.reading import Reading, without_usage
 from sgl_ext.balancer.relay.services import Services
 from sgl_ext.balancer.reporting.ended_request import EndedRequest, Outcome, ended_request
 from sgl_ext.balancer.reporting.spans import RequestSpans
@@ -392,10 +391,10 @@ class Exchange:
             preparation = NOT_PREPARED
             plan = plan_of(services, head, remembers=self._turns is not None)
             if plan is not None:
-                reading = self._read(plan)
+                body = self._request.body
+                reading = services.bodies.read_now(plan, body)
                 if not isinstance(reading, Reading):
-                    body, turns = self._request.body, self._turns
-                    work = services.read_body(head.tenant, plan, body, reading, turns)
+                    work = services.bodies.read(head.tenant, plan, body, reading, self._turns)
                     reading = await self._done(work)
                 if self._spans is not None:
                     self._spans.read(reading.model)
@@ -492,13 +491,6 @@ class Exchange:
         if self._request.rejection is not None:
             raise self._request.rejection
 
-    def _read(self, plan: ReadPlan) -> Reading | Named | None:
-        """Reads a small body: the reading, or what it names. None for a large one."""
-        body = self._request.body
-        if len(body) > LARGE_BODY_BYTES:
-            return None
-        return self._services.body_reader.read(plan, body)
-
     async def _charge(self) -> None:
         """Charges the request's tenant for what it claims of an engine, until its cost is known."""
         limits, tenant = self._services.rate_limits, self._head.tenant
@@ -565,7 +557,7 @@ class Exchange:
             if self._spans is not None:
                 self._spans.connects(self._wait_reason)
         if attempt is not None:
-            self._pool = services.pool(attempt.answerer)
+            self._pool = services.connections.to(attempt.answerer)
             if (gateway := self._way.to_engine(attempt)) is not None:
                 self._connection = gateway
                 return
@@ -596,7 +588,7 @@ class Exchange:
     def _prefill(self, attempt: Attempt, first: bytes, lines: bytes) -> bytes:
         """Sends the request to the prefill engine, too. Returns its lines for the decode engine:
         both find each other by one of them."""
-        head, pool = self._head, self._services.pool(attempt.worker)
+        head, pool = self._head, self._services.connections.to(attempt.worker)
         rest = hand_over_line(attempt.worker) + lines[len(first) :]
         failed = partial(self._prefill_failed, attempt)
         whole = pool.request_line(head.method, head.target) + rest

@@ -51,6 +51,10 @@ class Heartbeats:
     def __len__(self) -> int:
         return len(self._silent) + len(self._beaten)
 
+    def change(self, first_s: float, interval_s: float) -> None:
+        """Changes the settings."""
+        self.first_s, self.interval_s = first_s, interval_s
+
     def begin(self, stream: Waiting) -> None:
         """The stream waits from now on."""
         if self.first_s:
@@ -127,6 +131,10 @@ class Resends:
 
     def __len__(self) -> int:
         return len(self._left)
+
+    def change(self, resend_s: float) -> None:
+        """Changes how long a request waits for its client."""
+        self.resend_s = resend_s
 
     def leave(self, key: bytes, copy: Copy) -> None:
         """The client of a copy has left. An earlier copy stops, and so does the one that waits

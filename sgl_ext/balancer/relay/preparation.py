@@ -81,7 +81,7 @@ def plan_of(services: Services, head: RequestHead, *, remembers: bool = False) -
 def _make_plan(services: Services, head: RequestHead) -> ReadPlan:
     route = head.route
     assert route is not None, "requests without a route are not read"
-    tenant, rules = services.router.tenants.of_headers(head.hints), services.hint_rules
+    tenant, rules = services.router.tenants.of_headers(head.hints), services.bodies.hint_rules
     return ReadPlan(
         head.path,
         head.target,
@@ -152,7 +152,7 @@ def prepare(
     has_defaults = plan.defaults is not None and reading.defaults != NO_DEFAULTS
     recorder = None
     if reading.turn is not None and plan.runs:
-        recorder = services.conversations.recorder(reading.turn, plan.tenant, turns)
+        recorder = services.bodies.conversations.recorder(reading.turn, plan.tenant, turns)
     turn = None
     if prompt is not None or reading.settings is not None:
         turn = CacheTurn(
@@ -200,16 +200,16 @@ async def make_context(
 
 
 async def _make(services: Services, request: Request, path: str) -> tuple[str, bytes]:
-    body, strip = request.body, services.strip
+    body, strip = request.body, services.bodies.strip
     if len(body) > _LARGE_BYTES:
         tenant = request.head.tenant
-        made, items = await services.large_bodies.call(tenant, body, read_made, path, strip)
+        made, items = await services.bodies.large.call(tenant, body, read_made, path, strip)
     else:
         made, items = read_made(body, path, strip)
     if items is None:
         return made, b""
     about, covers = made
     tenant = services.router.tenants.of_headers(request.head.hints).name
-    result = await services.conversations.keep_context(tenant, Registration(about, items))
+    result = await services.bodies.conversations.keep_context(tenant, Registration(about, items))
     covered = ", ".join(f"{name}={count}" for name, count in covers.items())
     return result, f"{HEADER}: {about['context_id']}\r\n{COVERS}: {covered}\r\n".encode()

@@ -428,7 +428,7 @@ class ResponsesSocket:
         message, error = None, internal_error()
         with self._guard:
             try:
-                bodies = self._services.large_bodies
+                bodies = self._services.bodies.large
                 message, body = await bodies.call(self._tenant, text, read_large_message)
                 message = message._replace(body=body)
             except BalancerError as refused:

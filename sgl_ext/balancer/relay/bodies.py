@@ -1,4 +1,5 @@
-"""Reads large bodies in a process beside the balancer's, whose event loop goes on meanwhile.
+"""Reads the bodies of requests with what they name in the store: small ones here, and large ones in
+a process beside the balancer's, whose event loop goes on meanwhile.
 
 JSON parsers compute without a pause, and threads of one process take turns. The process starts
 with the first large body. A body goes there, and a changed one comes back, in a file that is only
@@ -22,9 +23,19 @@ from typing import Any
 
 from msgspec import structs
 
+from sgl_ext.balancer.conversations.contexts import Registration
+from sgl_ext.balancer.conversations.conversation_store import ConversationStore
 from sgl_ext.balancer.conversations.expansion import Found, Named
-from sgl_ext.balancer.relay.reading import BodyReader, Reading, ReadPlan
-from sgl_ext.limits.bounds import READING_S
+from sgl_ext.balancer.conversations.response_turns import LaneTurns
+from sgl_ext.balancer.metrics.registry import Metrics
+from sgl_ext.balancer.relay.reading import (
+    BodyReader,
+    HintRules,
+    Reading,
+    ReadPlan,
+    read_registration,
+)
+from sgl_ext.limits.bounds import LARGE_BODY_BYTES, READING_S
 from sgl_ext.limits.byte_account import ByteAccount
 from sgl_ext.protocols.errors import BalancerError, no_memory
 from sgl_ext.reading.strip import HeaderStrip
@@ -34,6 +45,90 @@ log = logging.getLogger(__name__)
 _RETRY_AFTER_S = 5
 # Of a document, longer values stay in the other process.
 _SHORT_CHARS = 4096
+
+
+class Bodies:
+    """Reads bodies.
+
+    strip: what is left out of prompts. conversations: what bodies name in the store.
+    hint_rules: the operator's default hints.
+    """
+
+    def __init__(
+        self,
+        metrics: Metrics,
+        account: ByteAccount,
+        strip: HeaderStrip,
+        conversations: ConversationStore,
+        hint_rules: HintRules,
+        *,
+        sort_tools: bool,
+    ) -> None:
+        self.strip = strip
+        self.conversations = conversations
+        self.hint_rules = hint_rules
+        keeps_turns = conversations.documents.exist
+        self._reader = BodyReader(strip, sort_tools=sort_tools, keeps_turns=keeps_turns)
+        self.large = LargeBodies(
+            account,
+            metrics.background_failed,
+            strip,
+            sort_tools=sort_tools,
+            keeps_turns=keeps_turns,
+        )
+        blocks = self._reader.expander.blocks
+        size, limit = (lambda: blocks.used_bytes), (lambda: blocks.limit_bytes)
+        metrics.tables.add("parsed_contexts", size, limit, "bytes")
+
+    def change(self, hint_rules: HintRules, response_ttl_s: float) -> None:
+        """Changes the settings."""
+        self.hint_rules = hint_rules
+        self.conversations.response_ttl_s = response_ttl_s
+
+    def read_now(self, plan: ReadPlan, body: bytes | bytearray) -> Reading | Named | None:
+        """As `BodyReader.read`; None if the body is large."""
+        return None if len(body) > LARGE_BODY_BYTES else self._reader.read(plan, body)
+
+    async def read(
+        self,
+        tenant: str,
+        plan: ReadPlan,
+        body: bytes | bytearray,
+        named: Named | None = None,
+        turns: LaneTurns | None = None,
+    ) -> Reading:
+        """Reads a body with what it names, in another process if that is large.
+
+        named: what it names, if that is known. turns: what its connection remembers. As
+        `BodyReader.read`; raises BalancerError 503 if the store fails, or if the process fails or
+        has no room.
+        """
+        reading: Reading | Named = named or await self._read(tenant, plan, body, None)
+        if isinstance(reading, Named):
+            found = await self.conversations.find(reading, plan.tenant, turns)
+            reading = await self._read(tenant, plan, body, found)
+        assert not isinstance(reading, Named), "what it names was found"
+        return reading
+
+    async def read_registration(self, tenant: str, body: bytes) -> Registration:
+        """As `reading.read_registration`, in another process if it is large."""
+        if len(body) <= LARGE_BODY_BYTES:
+            return Registration(*read_registration(body))
+        about, items = await self.large.call(tenant, body, read_registration)
+        assert items is not None, "a context has blocks"
+        return Registration(about, items)
+
+    def close(self) -> None:
+        """Ends the other process."""
+        self.large.close()
+
+    async def _read(
+        self, tenant: str, plan: ReadPlan, body: bytes | bytearray, found: Found | None
+    ) -> Reading | Named:
+        size_bytes = len(body) + (0 if found is None else found.size_bytes)
+        if size_bytes > LARGE_BODY_BYTES:
+            return await self.large.read(tenant, plan, body, found)
+        return self._reader.read(plan, body, found)
 
 
 class LargeBodies:
