@@ -8,7 +8,15 @@ from typing import Any
 import orjson
 import pytest
 
-from sgl_ext.balancer.reporting.ended_request import Outcome, as_line, ended_request
+from sgl_ext.balancer.reporting.ended_request import (
+    Course,
+    End,
+    Finding,
+    Name,
+    Outcome,
+    as_line,
+    ended_request,
+)
 from sgl_ext.balancer.routing.routing_request import RoutingRequest
 from sgl_ext.doctor.__main__ import main
 from sgl_ext.reading.client import ClientFacts
@@ -45,8 +53,9 @@ def line(
         session=stated,
     )
     routing = RoutingRequest(chain, session, 1, prompt - 50)
-    about = ("id", "0" * 32, time_s, "/v1/messages", status, Outcome.COMPLETE, None)
-    return as_line(ended_request(*about, routing, None, usage, 0.0, ttft_s, 1.0, 1, None, facts))
+    name, course = Name("id", "0" * 32, "/v1/messages"), Course(0.0, ttft_s, 1.0, 1)
+    end = End(time_s, status, Outcome.COMPLETE, None, usage)
+    return as_line(ended_request(name, end, course, routing, None, Finding(None, facts)))
 
 
 def compared(

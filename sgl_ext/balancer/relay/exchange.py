@@ -56,7 +56,15 @@ from sgl_ext.balancer.relay.preparation import (
 )
 from sgl_ext.balancer.relay.reading import Reading, without_usage
 from sgl_ext.balancer.relay.services import Services
-from sgl_ext.balancer.reporting.ended_request import EndedRequest, Outcome, ended_request
+from sgl_ext.balancer.reporting.ended_request import (
+    Course,
+    End,
+    EndedRequest,
+    Finding,
+    Name,
+    Outcome,
+    ended_request,
+)
 from sgl_ext.balancer.reporting.spans import RequestSpans
 from sgl_ext.balancer.routing.admission import fingerprint_of
 from sgl_ext.balancer.routing.routing_request import NO_ROUTING
@@ -1228,25 +1236,19 @@ class Exchange:
         its head: strangers could fill the log with those."""
         if self._head.route is None:
             return None
+        preparation, total_s = self._preparation, time.perf_counter() - self._arrived_s
         ended = ended_request(
-            self._request_id,
-            self._trace_id,
-            time.time(),
-            self._head.route.label,
-            status,
-            outcome,
-            error,
+            Name(self._request_id, self._trace_id, self._head.route.label),
+            End(time.time(), status, outcome, error, usage),
+            Course(self._queued_s, self._ttft_s, total_s, self._attempts),
             self.routing,
             self._last_attempt,
-            usage,
-            self._queued_s,
-            self._ttft_s,
-            time.perf_counter() - self._arrived_s,
-            self._attempts,
-            self._preparation.diagnosis,
-            self._preparation.facts,
-            self._preparation.saved_bytes,
-            self._preparation.moved,
+            Finding(
+                preparation.diagnosis,
+                preparation.facts,
+                preparation.saved_bytes,
+                preparation.moved,
+            ),
         )
         self._services.request_log.keep(ended)
         if self._spans is not None and self._services.span_export is not None:

@@ -24,7 +24,7 @@ the client did not send because its request named what is stored.
 
 from collections.abc import Mapping, Sequence
 from enum import StrEnum
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 import orjson
@@ -65,11 +65,12 @@ class EndedRequest(msgspec.Struct, frozen=True, gc=False):
 
     request_id: str
     trace: str
-    time_s: float
     route: str
+    time_s: float
     status: int | None
     outcome: Outcome
     error: str | None
+    usage: Usage | None
     worker: str | None
     reason: str | None
     considered: Sequence[WorkerView]
@@ -82,7 +83,6 @@ class EndedRequest(msgspec.Struct, frozen=True, gc=False):
     prompt_tokens: int
     predicted_tokens: int | None
     expected_tokens: int | None
-    usage: Usage | None
     queued_s: float
     ttft_s: float
     total_s: float
@@ -93,25 +93,52 @@ class EndedRequest(msgspec.Struct, frozen=True, gc=False):
     moved: Mapping[str, int] = {}
 
 
+class Name(NamedTuple):
+    """What a request is found by. trace: the id of its trace. route: as metrics name its path."""
+
+    request_id: str
+    trace: str
+    route: str
+
+
+class End(NamedTuple):
+    """How a request ended. usage: as its answer states it. The rest is as of an `EndedRequest`."""
+
+    time_s: float
+    status: int | None
+    outcome: Outcome
+    error: str | None = None
+    usage: Usage | None = None
+
+
+class Course(NamedTuple):
+    """How long a request took, and how often it was sent to a worker."""
+
+    queued_s: float
+    ttft_s: float
+    total_s: float
+    attempts: int
+
+
+class Finding(NamedTuple):
+    """What was found in a request when it was read."""
+
+    diagnosis: PromptDiagnosis | None = None
+    facts: ClientFacts = NO_FACTS
+    saved_bytes: int = 0
+    moved: Mapping[str, int] = {}
+
+
+NOTHING_FOUND = Finding()
+
+
 def ended_request(
-    request_id: str,
-    trace: str,
-    time_s: float,
-    route: str,
-    status: int | None,
-    outcome: Outcome,
-    error: str | None,
+    name: Name,
+    end: End,
+    course: Course,
     routing: RoutingRequest,
-    attempt: Attempt | None,
-    usage: Usage | None,
-    queued_s: float,
-    ttft_s: float,
-    total_s: float,
-    attempts: int,
-    diagnosis: PromptDiagnosis | None,
-    facts: ClientFacts = NO_FACTS,
-    saved_bytes: int = 0,
-    moved: Mapping[str, int] = {},
+    attempt: Attempt | None = None,
+    finding: Finding = NOTHING_FOUND,
 ) -> EndedRequest:
     """A request that has ended; `attempt` was its last."""
     worker = reason = predicted_tokens = expected_tokens = None
@@ -124,13 +151,14 @@ def ended_request(
     chain = routing.chain
     hashes, head, tools = chain.hashes, chain.head_segments, chain.tool_segments
     return EndedRequest(
-        request_id,
-        trace,
-        time_s,
-        route,
-        status,
-        outcome,
-        error,
+        name.request_id,
+        name.trace,
+        name.route,
+        end.time_s,
+        end.status,
+        end.outcome,
+        end.error,
+        end.usage,
         worker,
         reason,
         considered,
@@ -143,15 +171,14 @@ def ended_request(
         routing.prompt_tokens,
         predicted_tokens,
         expected_tokens,
-        usage,
-        queued_s,
-        ttft_s,
-        total_s,
-        attempts,
-        diagnosis,
-        facts,
-        saved_bytes,
-        moved,
+        course.queued_s,
+        course.ttft_s,
+        course.total_s,
+        course.attempts,
+        finding.diagnosis,
+        finding.facts,
+        finding.saved_bytes,
+        finding.moved,
     )
 
 

@@ -16,7 +16,10 @@ from sgl_ext.balancer.metrics.registry import Metrics
 from sgl_ext.balancer.reporting.activity import Activity
 from sgl_ext.balancer.reporting.ended_request import (
     MOST_WORKERS,
+    Course,
+    End,
     EndedRequest,
+    Name,
     Outcome,
     as_line,
     ended_request,
@@ -165,9 +168,9 @@ async def test_a_written_line_is_found(start: Start, tmp_path: Path) -> None:
 
 
 def ended(request_id: str) -> EndedRequest:
-    outcome = Outcome.COMPLETE
-    about = request_id, "0" * 32, 1.0, CHAT, 200, outcome, None, NO_ROUTING, None, None
-    return ended_request(*about, 0.0, 0.1, 0.2, 0, None)
+    end = End(1.0, 200, Outcome.COMPLETE)
+    name, course = Name(request_id, "0" * 32, CHAT), Course(0.0, 0.1, 0.2, 0)
+    return ended_request(name, end, course, NO_ROUTING)
 
 
 async def test_processes_find_each_others_requests_without_a_log(tmp_path: Path) -> None:
@@ -203,7 +206,8 @@ def test_of_many_workers_the_chosen_and_the_cheapest_are_kept() -> None:
     views = [WorkerView(f"w{number}", pending_tokens=number) for number in range(20)]
     views.append(WorkerView(worker.id, pending_tokens=99))
     attempt = Attempt(NO_ROUTING, worker, Placement(worker.id, "moved"), views)
-    about = "x", "0" * 32, 1.0, CHAT, 200, Outcome.COMPLETE, None, NO_ROUTING, attempt, None
-    rows = orjson.loads(as_line(ended_request(*about, 0.0, 0.1, 0.2, 1, None)))["workers"]
+    name, end = Name("x", "0" * 32, CHAT), End(1.0, 200, Outcome.COMPLETE)
+    kept = ended_request(name, end, Course(0.0, 0.1, 0.2, 1), NO_ROUTING, attempt)
+    rows = orjson.loads(as_line(kept))["workers"]
     assert len(rows) == MOST_WORKERS
     assert [row["name"] for row in rows] == [*(f"w{n}" for n in range(7)), worker.id]

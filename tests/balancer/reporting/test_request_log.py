@@ -8,7 +8,14 @@ from typing import Any
 from scheduler.placement import Placement
 from sgl_ext.balancer.metrics.registry import Metrics
 from sgl_ext.balancer.reporting.activity import Activity
-from sgl_ext.balancer.reporting.ended_request import Outcome, ended_request
+from sgl_ext.balancer.reporting.ended_request import (
+    Course,
+    End,
+    Finding,
+    Name,
+    Outcome,
+    ended_request,
+)
 from sgl_ext.balancer.reporting.request_log import RequestLog
 from sgl_ext.balancer.routing.routing_request import NO_ROUTING, RoutingRequest
 from sgl_ext.balancer.routing.worker import Attempt
@@ -44,22 +51,12 @@ def lines_for(
         }
         about = usual | answer
         ended = ended_request(
-            "id",
-            "0" * 32,
-            1.0,
-            about["route"],
-            about["status"],
-            Outcome.COMPLETE,
-            None,
+            Name("id", "0" * 32, about["route"]),
+            End(1.0, about["status"], Outcome.COMPLETE, None, about["usage"]),
+            Course(0.0, 0.5, 2.0, 1),
             routing,
             attempt,
-            about["usage"],
-            0.0,
-            0.5,
-            2.0,
-            1,
-            None,
-            about["facts"],
+            Finding(None, about["facts"]),
         )
         log.count(ended, attempt, streams=about["streams"])
     return set(metrics.render().decode().splitlines())
