@@ -7,6 +7,12 @@ and at the end of a stream it lacks the prompt's counts, which some clients read
 
 Clients of Anthropic leave thinking without a signature out of the next request, which then does not
 continue what is cached. So each block of thinking is signed. No signature is ever verified.
+
+    fault     answers of /v1/messages lack stop sequences, refusals, usage and signatures
+    hooks     group "answers of messages"
+    test      tests/compat/test_anthropic_answers.py
+    upstream  docs/upstream/answer-numbers-beyond-json.patch, for numbers; none for the rest
+    ends with a version whose answers have these fields
 """
 
 import base64

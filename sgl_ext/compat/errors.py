@@ -1,4 +1,14 @@
-"""What pydantic and jsonschema found wrong with a body, as the field's path and one sentence.
+"""Errors: each one has the shape of its protocol, the right status, and no internals of the server.
+
+status >= 400       the body is collected, and sent in the protocol's shape
+on a native path    likewise, in SGLang's own shape, if it exposes the server's internals
+an error event      the event is sent in the protocol's shape
+a stream            SGLang answers status 200 to a stream that fails before its first event with
+                    content, for example because no grammar can be made of a schema. So the head
+                    waits for that event, and becomes an error's head. Only the scheduler knows
+                    whether a request can run, so nothing is known of it before
+
+What pydantic and jsonschema found wrong with a body becomes the field's path and one sentence:
 
     pydantic    messages.0.Union1.role       Input should be 'user'
                 messages.0.Union2.content    Input should be a valid string
@@ -8,13 +18,9 @@ A value that may have several types is tried as each of them, and each says what
 count that come furthest: that took the `role` or `type`, or found the fault deeper inside. SGLang
 answers some of these errors as text, with its own classes and the addresses of libraries.
 
-Errors of the engine in the shape of their protocol, without the server's internals.
-
 SGLang's own shapes differ by path and by the code that raised them, and some show a traceback or
 the server's files. An error that a harness acts upon is worded as its vendor words it: Claude Code
 and Codex compact the conversation when a prompt is too long.
-
-Whose fault an error is: what SGLang knows of it, and leaves out of its answer.
 
 On /v1/responses, SGLang answers 400 to a whole request that the scheduler aborted with another
 status, or that failed in SGLang's own code; a stream tells no status at all. And to the text of an
@@ -24,15 +30,12 @@ where SGLang has them, for the error middleware.
 For some bodies that it rejects, SGLang logs a traceback as if it had failed. Such a record becomes
 one line.
 
-Puts every error that the engine answers into the shape of its protocol, in streams, too.
-
-status >= 400       the body is collected, and sent in the protocol's shape
-on a native path    likewise, in SGLang's own shape, if it exposes the server's internals
-an error event      the event is sent in the protocol's shape
-a stream            SGLang answers status 200 to a stream that fails before its first event with
-                    content, for example because no grammar can be made of a schema. So the head
-                    waits for that event, and becomes an error's head. Only the scheduler knows
-                    whether a request can run, so nothing is known of it before
+    fault     errors have shapes of SGLang's own, wrong statuses, several texts, and show server
+              internals
+    hooks     group "errors", and a middleware
+    test      tests/compat/test_errors.py
+    upstream  no patch yet
+    ends with a version whose errors have the shapes of their protocols
 """
 
 import logging

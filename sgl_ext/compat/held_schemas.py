@@ -8,6 +8,13 @@ refers to itself makes a grammar without an end. Such an answer is not what the 
     strict tools     `checked_tools`
     forced tools     the same; a tool that is not strict promises nothing, and takes any object
     other tools      are in no grammar, and not judged
+
+    fault     xgrammar leaves parts of a schema out, or compiles without an end, and nothing says
+              so
+    hooks     group "held schemas"
+    test      tests/compat/test_held_schemas.py
+    upstream  no patch yet
+    ends with a version of xgrammar that refuses what it does not read
 """
 
 from collections.abc import Iterator

@@ -3,6 +3,12 @@
 SGLang stores each chunk of a long prompt in its tree when it plans the next one. If the request
 is aborted meanwhile, it drops the chunk that it has just computed. A client that gives up sends
 the same prompt again, as a rule, and an engine may compute such a chunk for seconds.
+
+    fault     a request that is aborted in the middle of its prompt loses its last chunk
+    hooks     group "last chunk"
+    test      tests/compat/test_last_chunk.py
+    upstream  no patch yet
+    ends with a version that stores the chunk
 """
 
 from sgl_ext.engine.core.hints import is_slice

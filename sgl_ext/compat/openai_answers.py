@@ -2,10 +2,16 @@
 
     "id"            of a stream with several choices: SGLang writes that of each choice's request
     "text_offset"   of log probabilities on completions: SGLang writes -1 for each token
+    "metadata"      SGLang adds a list to it, for which clients with strict types reject the answer
 
-SGLang 0.5.23 does so. Other answers pass unchanged.
+Other answers pass unchanged.
 
-Answers of OpenAI's protocols that hold no more than their schema has.
+    fault     choices of one stream have several ids, tokens no places, and metadata is not text
+              alone
+    hooks     group "answers of OpenAI", and a middleware
+    test      tests/compat/test_openai_answers.py
+    upstream  no patch yet
+    ends with a version whose answers follow OpenAI's schema
 """
 
 import re

@@ -2,6 +2,12 @@
 
 Torch's store listens on all interfaces, whatever address it is given, and does what any connection
 says. So an engine on one node gives the store a socket that listens on that address alone.
+
+    fault     torch's store listens on all interfaces and obeys every connection
+    hooks     group "rendezvous"
+    test      tests/engine/test_server.py
+    upstream  no patch yet
+    ends with a version of torch whose store takes an address
 """
 
 import os

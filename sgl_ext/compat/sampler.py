@@ -7,6 +7,13 @@ A grammar in which nothing can be written allows no token, nor does one at its e
 `min_new_tokens`. Then no probability is a number, and the sampler's failure ends the scheduler.
 
 SGLang keeps every grammar that it has compiled, some with tens of megabytes.
+
+    fault     a client's expression or grammar can hold up or end a scheduler, and grammars are
+              never dropped
+    hooks     group "sampler", and `re` in the module that ends requests
+    test      tests/compat/test_sampler.py
+    upstream  no patch yet
+    ends with a version that bounds all three
 """
 
 from types import ModuleType

@@ -1,12 +1,13 @@
-"""Instructions where a model's prompts have them: in their place, or as reminders beside it.
-
-Rewrites messages so that the chat template renders every word of them.
+"""Rewrites messages so that the chat template renders every word of them.
 
     messages, as SGLang gives them to the template --> fitted --> messages that it renders whole
 
 A role that is lost or refused becomes one that is rendered in the same place; if no role for
 instructions is, their text becomes a reminder in the user's turn or the tool's result beside it.
 Messages that need no change are the same objects, and none is modified.
+
+Instructions stay in their place where the prompts of a model have them there; elsewhere they become
+reminders beside it.
 """
 
 from collections import Counter

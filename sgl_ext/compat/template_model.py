@@ -1,10 +1,8 @@
 """What a chat template does with roles, lists of parts, tools, thinking and calls.
 
-Ids of calls for templates that take no other ids than those of Mistral's own API.
-
-Finds out what a template does: words that occur nowhere else are said, and looked for.
-
-No name of a model or a template decides anything, so a template that is changed is observed anew.
+Words that occur nowhere else are rendered and looked for. No name of a model or a template decides
+anything, so a template that is changed is observed again. Some templates take no other ids of calls
+than those of Mistral's own API: these get ids of 9 letters and digits.
 """
 
 import hashlib

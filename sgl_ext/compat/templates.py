@@ -1,7 +1,14 @@
-"""What the chat template of this engine does, seen through SGLang's own front end.
+"""What the chat template of this engine does, seen through SGLang's front end, and messages that
+are fitted to it.
 
 After a prompt of a template that leaves thinking out, the generated answer begins with thinking
 that no later prompt has, so the answer is never read from the cache again.
+
+    fault     messages that a chat template cannot say are lost, or end in a 400
+    hooks     group "templates"
+    test      tests/compat/test_templates.py, test_template_fitting.py
+    upstream  no patch yet
+    ends with a version that fits messages to the model's template
 """
 
 import logging

@@ -11,6 +11,12 @@ model wrote them. So each text is looked for behind the one before it.
     TokenizerManager.generate_request         `ask`
     responses_stream_generator_non_harmony    `stream_response`
     responses_full_generator                  `complete_response`
+
+    fault     log probabilities of /v1/responses are those of all tokens, and refused in a stream
+    hooks     group "log probabilities"
+    test      tests/compat/test_text_logprobs.py
+    upstream  no patch yet
+    ends with a version that gives each text its own
 """
 
 from bisect import bisect_left, bisect_right

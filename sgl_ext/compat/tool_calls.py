@@ -1,28 +1,5 @@
-"""Whether an answer was cut: by its limit of tokens, by a stop sequence, or by an error.
-
-A call that is open at that point stays open. SGLang closes its arguments into valid JSON, and a
-client then takes half a file for a whole one.
-
-Streams of /v1/responses: words and calls in order, and an open end for an answer that was cut.
-
-SGLang sends the words of a chunk before the calls that begin in it, so a chunk is cut where calls
-begin and end. It calls the last item of each answer completed; after `length` it is incomplete.
-
-Tells in a stream that a call is complete as soon as it is, before the next token.
-
-    chunk       "arguments": {"path": "a"}}     </tool_call>   <tool_call> ...
-    client      delta, and: complete            -              next call
-
-SGLang tells it when something else begins: the next call, a text, or the end of the answer. Then a
-client that runs tools at once waits for words that no longer matter. A call is complete when the
-JSON object of its arguments is, in every format.
-
-    /v1/messages            `content_block_stop` (anthropic.py)
-    /v1/responses           the `.done` events, by SGLang's own function
-    /v1/chat/completions    `complete: true` in the call's last delta, for clients that ask for it
-                            in `nvext.agent_hints.mark_complete_calls`: the protocol has no event
-
-Tool calls: no words of the model are lost, wherever a stream is cut into chunks.
+"""Tool calls: no words of the model are lost, wherever a stream is cut into chunks; a call that was
+cut off stays open; and a complete one is reported at once.
 
 An answer is read by `call_blocks`, whole and streamed alike, if the blocks of its format have an
 end. For the other formats, SGLang's parser runs: it drops text that comes in one chunk with the
@@ -45,6 +22,29 @@ text; between two calls it belongs to the format.
 What a client allows holds for every format: one call only, where most formats have no grammar for
 it, and only tools of its list, where no grammar holds the model to them (`tool_choice`). Other
 calls are left out of the answer.
+
+A call that is open where an answer was cut, by its limit of tokens, a stop sequence or an error,
+stays open. SGLang closes its arguments into valid JSON, and a client then takes half a file for a
+whole one. It also calls the last item of each answer completed; after `length` it is incomplete.
+
+A call is complete when the JSON object of its arguments is, in every format. Clients hear of it
+before the next token. SGLang reports it when something else begins: the next call, a text, or the
+end of the answer, so that a client that runs tools at once waits for words that no longer matter.
+
+    chunk       "arguments": {"path": "a"}}     </tool_call>   <tool_call> ...
+    client      delta, and: complete            -              next call
+
+    /v1/messages            `content_block_stop` (anthropic_answers.py)
+    /v1/responses           the `.done` events, by SGLang's own function
+    /v1/chat/completions    `complete: true` in the call's last delta, for clients that ask for it
+                            in `nvext.agent_hints.mark_complete_calls`: the protocol has no event
+
+    fault     words beside calls are lost, calls that were cut off get an end, and the end of a
+              call comes late
+    hooks     group "tool calls"
+    test      tests/compat/test_tool_calls.py, test_early_calls.py, test_response_pieces.py
+    upstream  docs/upstream/leave-cut-calls-open.patch, for cut calls; none for the rest
+    ends with a version that streams words and calls as the model wrote them
 """
 
 import os

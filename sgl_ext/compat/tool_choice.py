@@ -1,4 +1,19 @@
-"""What an answer may hold, as xgrammar's structural tags: calls of some tools, no call, or JSON.
+"""What a request allows its answer to hold is a matter of grammar, and not of the prompt.
+
+SGLang renders no tools for `tool_choice: none` and only one for a named choice, so each change of
+the choice is another prompt, and the cache holds nothing after its first tool. Here all tools
+stay in the prompt, and a grammar excludes the calls that are not allowed. A JSON schema for the
+answer means a call or an answer of the schema; SGLang's grammar would have no call.
+
+    conversion            `hold_choice`        begins to note what was found about the request
+      parser's grammar    `constrain_calls`    makes the grammar of the calls
+      template            `keep_tools`         renders all tools if the grammar binds the choice
+    sampling parameters   `join_schema`        joins the grammar of the calls and of the answer
+
+Where no grammar can hold the choice (`STARTS`, another grammar backend), the prompt
+has the allowed tools only, as in SGLang, and the request is counted.
+
+The grammars are structural tags of xgrammar: calls of some tools, no call, or JSON.
 
 A call begins with the same text in every answer of a model: `STARTS` names it for each of SGLang's
 tool-call parsers. Without that text no parser finds a call, so text that excludes it holds none.
@@ -9,20 +24,11 @@ Where SGLang has a grammar for the calls of a parser, it is used here: xgrammar'
 SGLang's older one, which this module widens to the white space that models are trained on. For
 other parsers a call is its start and any text after it, and a grammar cannot limit the names.
 
-What a request allows its answer to hold is a matter of grammar, and not of the prompt.
-
-SGLang renders no tools for `tool_choice: none` and only one for a named choice, so each change of
-the choice is another prompt, and the cache has nothing behind its first tool. Here all tools
-stay in the prompt, and a grammar excludes the calls that are not allowed. A JSON schema for the
-answer means a call or an answer of the schema; SGLang's grammar would have no call.
-
-    conversion            `hold_choice`        begins to note what was found about the request
-      parser's grammar    `constrain_calls`    makes the grammar of the calls
-      template            `keep_tools`         renders all tools if the grammar binds the choice
-    sampling parameters   `join_schema`        joins the grammar of the calls and of the answer
-
-Where no grammar can hold the choice (`call_formats.STARTS`, another grammar backend), the prompt
-has the allowed tools only, as in SGLang, and the request is counted.
+    fault     a choice of tools changes the prompt; a schema and calls exclude each other
+    hooks     group "tool choice"
+    test      tests/compat/test_tool_choice.py, test_call_formats.py
+    upstream  no patch yet
+    ends with a version that leaves the choice to grammars, and joins both grammars
 """
 
 import json

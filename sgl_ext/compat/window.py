@@ -1,18 +1,24 @@
-"""The words in which an engine refuses what is longer than its window, and SGLang's for the same.
+"""The window that clients are told: the smaller of the model's context and what KV memory holds.
+
+SGLang announces the context alone, and refuses a prompt that memory does not hold in the scheduler.
+
+    TokenizerManager._validate_one_request    `check_length`
+
+What is longer than the window is refused in the words of the vendors:
 
     SGLang    several texts, by the check that found it; few have OpenAI's code
     OpenAI    This model's maximum context length is N tokens. ..., code `context_length_exceeded`
     Anthropic prompt is too long: X tokens > N maximum
 
 Clients compact a conversation on the vendors' words alone. On any other error they send it again,
-and the session is stuck. A version of SGLang that has OpenAI's words everywhere makes the table
-of its texts needless: 0.5.23 has not.
+and the session is stuck.
 
-The window that clients are told: the smaller of the model's context and what KV memory holds.
-
-SGLang announces the context alone, and refuses a prompt that memory does not hold in the scheduler.
-
-    TokenizerManager._validate_one_request    `check_length`
+    fault     SGLang announces a window that memory does not hold, and refuses longer prompts in
+              its own words
+    hooks     group "window"
+    test      tests/compat/test_window.py
+    upstream  no patch yet
+    ends with a version that announces what it takes, in OpenAI's words everywhere
 """
 
 import logging

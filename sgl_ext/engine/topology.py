@@ -3,10 +3,9 @@
 A rule looks at SGLang's resolved arguments, its model and our settings, and stands for a row of
 docs/guide/models.md. Whoever starts the engine raises, logs and counts what this finds.
 
-SGLang's flags of the host cache that cannot work, each with its value.
-
-SGLang 0.5.23 takes some of these and fails later: when it allocates the host pool, after it has
-loaded the weights, or when it makes the first copy. Others have no effect.
+Flags of the host cache that cannot work are refused with their values. SGLang takes some and fails
+later: when it allocates the host pool, after it has loaded the weights, or when it makes the first
+copy. Others have no effect.
 """
 
 import math

@@ -1,12 +1,12 @@
-"""Slices of prompts that are prefilled ahead: requests with names that no client can forge.
-
-What the HTTP process knows of a request, on its way to the scheduler.
+"""What the HTTP process knows of a request, on its way to the scheduler.
 
     HTTP process   attach          writes an action into the request's kv_hints
     scheduler      decode_hints    reads it once, into the request's state
 
 SGLang carries `kv_hints` from one process to the other and reads none of them. The action's id is
 the engine's name, which no client knows, so no client can forge an action.
+
+Slices of prompts that are prefilled ahead are requests with names that no client can forge.
 """
 
 import time

@@ -11,9 +11,8 @@ of the way reads what it needs, and writes what it finds out:
 SGLang converts some requests in threads that do not inherit context variables. For those, and for
 middleware, the context is also on the request (`put_on`, `context_of`).
 
-Finds out what the engine would generate from for a body, without generating.
-
-A request with the body goes through the application itself: reading, validation, template, tools,
+A dry run (`convert`) finds out what the engine would generate from for a body. A request with the
+body goes through the application itself: reading, validation, template, tools,
 adapters, salt. Where its generation would begin, SGLang's request is noted, and an error is
 raised that SGLang answers without a log line. So the result is what a real request of that body
 comes to, in each protocol, and a body that SGLang rejects is rejected in SGLang's own words.

@@ -1,17 +1,16 @@
-"""In the HTTP process: cache groups, as SGLang's own name spaces of the radix cache.
+"""In the HTTP process: the names by which SGLang knows a request, its tenant and its cache group.
 
-With tenant isolation, the balancer names each request's cache group. SGLang separates prefixes
-by `extra_key` (to which it adds the adapter) and by `cache_salt`. The group goes into the salt:
-its length, its name, and then what the client sent.
+SGLang's log lines show the name (`rid`), so it begins with the id by which the client and the
+balancer know the request:
 
-    group "team", no salt        4:team
-    group "team", salt "x"       4:teamx
-    group "te", salt "amx"       2:teamx
+    ~req_1~5f0c...             24 digits, unique
+    ~req_1~retry-1~5f0c...     another engine has failed before
+    (a slice)~prefill~req_1    prefilled ahead (`hints.py`)
 
-So no two groups share a name space, whatever a client puts into any field. SGLang makes some
-requests out of earlier ones, so a salt that already begins with the group stays as it is.
-
-In the HTTP process: the names that a tenant's requests may use in an engine that others share.
+SGLang aborts every request whose name begins with that of a request whose client left. No name here
+begins with another: an id contains no "~", and digits of one length follow it. Nor can a client
+without a tenant choose a name that begins with "~", and a tenant's begins with "~",
+a number and ":", which no id contains.
 
 SGLang has one name space of requests. It rejects a name that is in use, and aborts every request
 whose name begins with that of a request whose client left. So the names that a tenant chooses get
@@ -23,19 +22,16 @@ the tenant in front:
 No such name begins with one of another tenant or with one that SGLang made, nor the other way
 round. A client without a tenant cannot choose a name that begins with the mark.
 
-In the HTTP process: the id of each HTTP request, and the names of what runs for it.
+With tenant isolation, the balancer names each request's cache group. SGLang separates prefixes
+by `extra_key` (to which it adds the adapter) and by `cache_salt`. The group goes into the salt:
+its length, its name, and then what the client sent.
 
-SGLang's log lines show the name (`rid`), so it begins with the id by which the client and the
-balancer know the request:
+    group "team", no salt        4:team
+    group "team", salt "x"       4:teamx
+    group "te", salt "amx"       2:teamx
 
-    ~req_1~5f0c...             24 digits, unique
-    ~req_1~retry-1~5f0c...     another engine has failed before
-    (a slice)~prefill~req_1    prefilled ahead (`slices.py`)
-
-SGLang aborts every request whose name begins with that of a request whose client left. No name here
-begins with another: an id contains no "~", and digits of one length follow it. Nor can a client
-without a tenant choose a name that begins with "~" (`tenancy.py`), and a tenant's begins with "~",
-a number and ":", which no id contains.
+So no two groups share a name space, whatever a client puts into any field. SGLang makes some
+requests out of earlier ones, so a salt that already begins with the group stays as it is.
 """
 
 from typing import Any

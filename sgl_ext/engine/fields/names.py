@@ -2,10 +2,9 @@
 
 A field that is not here has the same name. The first name that the body has is the client's.
 
-Values that are in the vendors' ranges and not in SGLang's, with what means the same there.
-
-A client's file of settings often states them. SGLang refuses them. On its own paths they stay
-out of range.
+And values that are in the vendors' ranges and not in SGLang's, with what means the same there. A
+client's file of settings often states them. SGLang refuses them. On its own paths they stay out of
+range.
 """
 
 from collections.abc import Iterator, Mapping

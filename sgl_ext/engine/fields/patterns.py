@@ -1,14 +1,14 @@
-"""Clients' regular expressions, in an engine whose time is linear in the text.
+"""Clients' regular expressions and grammars: what they may cost an engine.
 
-Python's `re` tries one way after the other, so that a short pattern can take minutes with a short
-text. RE2 follows all ways at once. It takes no pattern whose match depends on what it has matched
-before (backreferences, lookaround), and none that repeats more than 1,000 times.
+Regular expressions are searched with RE2, whose time is linear in the text. Python's `re` tries one
+way after the other, so that a short pattern can take minutes with a short text. RE2 follows all
+ways at once. It takes no pattern whose match depends on what it has matched before (backreferences,
+lookaround), and none that repeats more than 1,000 times.
 
-How large a grammar may be: a scheduler's process compiles it, after its client has left, too.
-
-The time grows with each class of characters, each length that strings are limited to, each
-alternative, and the square of an object's optional properties. One class that takes nearly every
-token costs 60 ms of CPU time with a vocabulary of 128,000 tokens, and one length up to 8 s.
+A grammar is compiled in a scheduler's process, after its client has left, too. The time grows with
+each class of characters, each length that strings are limited to, each alternative, and the square
+of an object's optional properties. One class that takes nearly every token costs 60 ms of CPU time
+with a vocabulary of 128,000 tokens, and one length up to 8 s.
 """
 
 from collections.abc import Iterator

@@ -1,9 +1,4 @@
-"""Kinds of checks of one value. Each says what is wrong with a value, and what it takes.
-
-`wrong(value, model)` returns what a value must be, or None if it is right. A value that is None or
-absent is right: SGLang then takes its default. `str(check)` is text in docs/reference/limits.md.
-
-Every field of SGLang's requests and sampling parameters, and what it may be.
+"""Every field of SGLang's requests and sampling parameters, and what it may be.
 
 Clients reach a scheduler through many paths and protocols. SGLang makes one `GenerateReqInput` or
 `EmbeddingReqInput` of all of them, with a dictionary of `SamplingParams`. So the three tables here
@@ -13,6 +8,10 @@ field is in `sgl_ext.engine.fields.names`.
 What is out of range in a scheduler ends it: an index beyond a tensor, a number beyond 32 bits, a
 probability that is not a number. What is in range and large freezes it. So products have bounds,
 too: log probabilities of tokens, and prompts in one request.
+
+A check of one value says what is wrong with it, and what it takes. `wrong(value, model)` returns
+what a value must be, or None if it is right. A value that is None or absent is right: SGLang then
+takes its default. `str(check)` is text in docs/reference/limits.md.
 """
 
 import math

@@ -1,11 +1,4 @@
-"""In the HTTP process: shorter ways to results that SGLang and its libraries compute per message
-and per tool of each request. The results are equal in all cases.
-
-    tools      a schema that was found valid is not checked again
-    messages   a copy of a message of JSON values does not look for cycles and classes, and a copy
-               of a cached one is the message itself
-
-In the HTTP process: what SGLang made of each message, for the turns in which it comes again.
+"""In the HTTP process: what SGLang made of each message, for the turns in which it comes again.
 
 An agent sends its whole conversation with every turn, and SGLang validates each message, converts
 it to those of a chat completion, validates these, writes them out as dicts and copies them twice.
@@ -19,6 +12,13 @@ SGLang converts each message by itself, except a system message between others. 
 messages are converted one by one, and the last one with the request's other fields. SGLang changes
 neither the converted objects, nor the dicts where a chat is rendered by a template alone; a model
 with an encoding of its own is left out.
+
+There are shorter ways, too, to results that SGLang and its libraries compute for each message and
+each tool. The results are equal in all cases.
+
+    tools      a schema that was found valid is not checked again
+    messages   a copy of a message of JSON values does not look for cycles and classes, and a copy
+               of a cached one is the message itself
 """
 
 from __future__ import annotations

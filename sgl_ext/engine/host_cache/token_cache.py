@@ -1,12 +1,9 @@
-"""Token ids as one array from the token cache to the scheduler, instead of a list.
+"""In the HTTP process: the tokens of earlier prompts, so that a prompt needs only its new ones.
 
-SGLang expects a prompt's token ids as a list and converts it into an array to send it to the
-scheduler. For a request of one text prompt it only counts the ids, looks at the first and cuts
-off the end, and all of this works on an array, which has no Python object for each id. Requests
-for which SGLang may do more (several answers, media, an answer to continue, dumps and logs of
-requests) get a list.
-
-Tokenizes a prompt by computing the tokens of new pieces only.
+It is proven on the loaded tokenizer
+before the server takes requests, and checked on a prompt now and then while it serves. Where its
+tokens are not SGLang's, the cache turns itself off: SGLang tokenizes, and a log line and a counter
+say why.
 
 A tokenizer first finds its added tokens (`<|im_start|>` and the like) in the text, and then works
 on each piece between two of them by itself. So a piece has the same tokens wherever the same added
@@ -18,18 +15,16 @@ Tokenizers of the `tokenizers` library work like that, and some options break it
 compares both ways on texts made to tell them apart, on the tokenizer that is loaded, and `differs`
 compares them on a prompt that was really sent.
 
-In the HTTP process: the tokens of earlier prompts, so that a prompt needs only its new ones.
-
-`sgl_ext.engine.host_cache.token_cache` computes them. It is proven on the loaded tokenizer
-before the server takes requests, and checked on a prompt now and then while it serves. Where its
-tokens are not SGLang's, the cache turns itself off: SGLang tokenizes, and a log line and a counter
-say why.
-
-The encoder of DeepSeek V4's prompts, which are a text in which some places are special tokens.
-
-The encoder takes the rest as plain text: where it spells a special token, it gets other tokens than
+The prompts of DeepSeek V4 are a text in which some places are special tokens. Its encoder takes the
+rest as plain text: where it spells a special token, it gets other tokens than
 the text as a whole would. Such a prompt is left to the encoder, and any other one is tokenized by
 the token cache.
+
+Where nothing needs a list, the tokens go to the scheduler as one array. SGLang expects a prompt's
+token ids as a list and converts it into an array to send it to the scheduler. For a request of one
+text prompt it only counts the ids, looks at the first and cuts off the end, and all of this works
+on an array, which has no Python object for each id. Requests for which SGLang may do more (several
+answers, media, an answer to continue, dumps and logs of requests) get a list.
 """
 
 from __future__ import annotations

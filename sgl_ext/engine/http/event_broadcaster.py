@@ -1,10 +1,10 @@
-"""Announces what the tier that engines share holds, once for all engines of the machine.
-
-`GET /sgl_ext/events`: what the engine's cache holds, and then each change, as lines of JSON.
+"""`GET /sgl_ext/events`: what the engine's cache holds, and then each change, as lines of JSON.
 
 The HTTP process mirrors the scheduler's cache from its events, so it serves a new subscriber a
 snapshot without the scheduler. Lines are numbered for each connection. With data parallelism each
 rank has a scheduler, a cache and a stream of its own: `?rank=1`.
+
+What the tier that engines share holds is announced once for all engines of the machine.
 """
 
 import asyncio

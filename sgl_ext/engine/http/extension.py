@@ -2,10 +2,8 @@
 
 SGLang calls our hooks as plain functions, so they reach this object through `installed()`.
 
-The engine's gauges on its `/metrics`: versions, sizes of tables, subscribers and memory.
-
-SGLang adds up the processes of an engine from files, which have what was last set. So the HTTP
-process sets its gauges every few seconds.
+Its gauges are on the engine's `/metrics`. SGLang adds up the processes of an engine from files,
+which have what was last set. So the HTTP process sets its gauges every few seconds.
 """
 
 import asyncio

@@ -2,15 +2,12 @@
 
     OpenAIServingChat._apply_jinja_template           `check_variables`  of the chat template
     TokenizerManager.generate_request                 `check_batch`      prompts, samples, lists
-    TokenizerManager._validate_one_request            `check_prompt`     each field of one prompt
+    TokenizerManager._validate_one_request            `take`             the vendors' values
+                                                      `check_prompt`     each field of one prompt
     TokenizerManager._create_tokenized_object         `check_sent`       token ids, types
 
 The decisions are in `sgl_ext.engine.fields`. SGLang answers 400 to the ValueError that the hooks
 raise. The error middleware adds the field, which the context notes.
-
-Gives SGLang the vendors' values in its own words, before their ranges are checked.
-
-TokenizerManager._validate_one_request    `take`
 """
 
 import re

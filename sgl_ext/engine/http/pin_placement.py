@@ -5,7 +5,7 @@ in it takes the same way, up to where the template is rendered (`sgl_ext.reading
 the markers in); the tokens are counted in the real prompt's ids. That happens only for blocks that
 are new in their place: an agent's next turn finds its earlier ones known.
 
-Completes the usage of OpenAI's answers with what a request's marks wrote to the cache.
+The usage of OpenAI's answers gets what a request's marks wrote to the cache:
 
     "prompt_tokens_details": {"cached_tokens": 3900}
     "prompt_tokens_details": {"cached_tokens": 3900, "cache_write_tokens": 1310}

@@ -1,4 +1,6 @@
-"""`GET /sgl_ext/events`: the prefix events of the engine's data-parallel rank 0, or `?rank=N`.
+"""Paths that the extension adds to SGLang's HTTP server, or answers in its place.
+
+`GET /sgl_ext/events`: the prefix events of the engine's data-parallel rank 0, or `?rank=N`.
 
 `POST /flush_cache?timeout=SECONDS`: empties the cache once no request runs or waits.
 

@@ -1,10 +1,4 @@
-"""In the HTTP process: loads a session's prompt back before the session does, while it runs tools.
-
-The guess of the next turn (`next_turns`) is the prompt, and `scheduler.returns` says when
-the session is expected. The prompt is then a job again: while all of it is in device memory,
-nothing runs; what is in host memory alone is loaded.
-
-Guesses how a conversation's next turn will begin, and prefills it.
+"""Guesses how a conversation's next turn will begin, and prefills it.
 
 The guess is the request, then the answer as the client will send it back, then a made-up turn that
 begins with a nonce. The tokens before the nonce are certain, whatever the next turn says. The
@@ -12,6 +6,11 @@ engine itself applies template, tools and adapters (`convert` in `request_contex
 leaves out of earlier turns, such as thinking, is left out here.
 
 Each guess is compared with the turn that comes.
+
+While a session runs tools, its prompt is loaded back before it returns. The guess of its next turn
+is the prompt, and `scheduler.returns` says when
+the session is expected. The prompt is then a job again: while all of it is in device memory,
+nothing runs; what is in host memory alone is loaded.
 """
 
 import asyncio

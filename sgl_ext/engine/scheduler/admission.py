@@ -1,4 +1,11 @@
-"""Requests that share an uncached prefix compute it once: the others wait until it is cached.
+"""Hooks on admission: a request that does not fit is tried again without pins, then with victims.
+
+SGLang admits a request if the memory that is free or evictable is enough. Pinned prefixes are
+neither, and a request never waits because of a pin. The memory of running requests is neither, and
+a much more important request takes it from them. If a request still does not fit, some that are
+queued after it may pass, for a limited time.
+
+Requests that share an uncached prefix compute it once: the others wait until it is cached.
 
 SGLang admits every request that fits, so sub-agents that start together would each compute their
 common prompt. Here a request lets others pass while another one, its leader, computes tokens that
@@ -11,18 +18,10 @@ A request waits for one forward pass or one chunk at a time, never for an answer
 computes the same tokens and is ahead already, so waiting costs no more than computing. Prefills
 end and a request has few leaders, so waiting ends, too.
 
-LoRA: a request that others pass holds no place for its adapter.
-
-One batch takes a few adapters at most. In a scheduling pass SGLang counts the adapter of each
-request that it has tried, admitted or not. SGLang itself ends the pass at the first one that is not
-admitted, but here others may pass it.
-
-Hooks on admission: a request that does not fit is tried again without pins, then with victims.
-
-SGLang admits a request if the memory that is free or evictable is enough. Pinned prefixes are
-neither, and a request never waits because of a pin. The memory of running requests is neither, and
-a much more important request takes it from them. If a request still does not fit, some that are
-queued after it may pass, for a limited time.
+A request that others pass holds no place for its LoRA adapter, either. One batch takes a few
+adapters at most. In a scheduling pass SGLang counts the adapter of each request that it has tried,
+admitted or not. SGLang itself ends the pass at the first one that is not admitted, but here others
+may pass it.
 """
 
 from array import array

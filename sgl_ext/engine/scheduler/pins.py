@@ -1,18 +1,15 @@
-"""What pins hold in SGLang's memory: locks on the device, locked copies on the host.
-
-The pins of one scheduler, as locks in its radix cache. `radix.tiered_pins` decides.
+"""The pins of one scheduler, as locks in its radix cache. `radix.tiered_pins` decides.
 
 All ranks of an engine must lock and unlock in the same iteration, or their memory differs and
 their collectives hang. So nothing here reads a clock: time comes from the timestamps of requests
-and from the entry rank's ticks (`sgl_ext.engine.scheduler.iteration`), and all other input is
+and from the entry rank's ticks (`iteration.py`), and all other input is
 equal on all ranks.
 
-A pin holds against the cache pressure of other prefixes, never against a live request
-(`sgl_ext.engine.scheduler.pins`). Where SGLang keeps host copies, a pin that gives way on
-the device spills: its host copy is locked instead, and eviction takes its device memory alone. It
-comes back to the device once a request has loaded it.
+A pin holds against the cache pressure of other prefixes, never against a live request. Where SGLang
+keeps host copies, a pin that gives way on the device spills: its host copy is locked instead, and
+eviction takes its device memory alone. It comes back to the device once a request has loaded it.
 
-Pins give way to live requests: on the device, in the order of `radix.pins`.
+Pins give way to live requests on the device, in the order of `radix.pins`:
 
     admission    `admit`: a request that does not fit is tried again with one pin less each time,
                  from the owner that has most its least valuable, until it fits. If it never

@@ -1,13 +1,10 @@
-"""Measures in a scheduler what loads from the host take, and what computing prompts takes.
+"""Host memory as a tier of the cache: how much of a prompt is there, what loads take, and locked
+copies.
 
-Measuring reads a clock, so each rank measures something else. All ranks decide by the figures that
-the entry rank's orders carry (`sgl_ext.engine.scheduler.iteration`).
+What loads take is measured by a clock, so each rank measures something else. All ranks decide by
+the figures that the entry rank's orders carry (`iteration.py`).
 
-SGLang's unified radix cache, which measures what loads from the host take.
-
-How much of a prompt is cached, and in which tier.
-
-Copies of prefixes in host memory, locked there: what a spilled pin holds.
+A spilled pin holds a locked copy of its prefix.
 
 SGLang's HiCache copies a node of the radix tree to the host, and then eviction only takes the
 node's device memory. It also evicts host copies, the least recently used first, but for those

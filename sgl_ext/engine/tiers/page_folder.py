@@ -1,17 +1,4 @@
-"""The bytes of all pages in a folder, booked by every process that writes there.
-
-A page is booked before it is written, and released if it is not there after all. So the booked
-bytes are at least those of the pages, but for three things: a process that is killed leaves what it
-had booked; a process that lists the pages books what it finds, and overlooks what others are
-writing at that moment, a page for each thread; and files that are removed from outside stay booked.
-Each listing corrects all three. The pages are listed when a process opens the folder, and when room
-is needed and none of the last listing is left.
-
-When a page does not fit, the least recently used are evicted. The lock is the kernel's: it ends
-with the process that holds it. While that process is stopped, others wait for PATIENCE_S at most,
-and then fail.
-
-Pages in a folder of shared memory, which several processes write, read and evict.
+"""Pages in a folder of shared memory, which several processes write, read and evict.
 
     FOLDER/ledger          the bytes of all pages, and the lock of who changes them
     FOLDER/NAME SPACE/PAGE one page: a header with its length and checksum, then its bytes
@@ -24,6 +11,18 @@ taken, and drops its own.
 The checksum covers the page's name and its bytes. A page that does not match is removed, and is a
 miss. Every failure of the file system is an outcome here, never an exception: the caller is a
 thread of a scheduler.
+
+The ledger has the bytes of all pages, booked by every process that writes there. A page is booked
+before it is written, and released if it is not there after all. So the booked bytes are at least
+those of the pages, but for three things: a process that is killed leaves what it had booked; a
+process that lists the pages books what it finds, and overlooks what others are writing at that
+moment, a page for each thread; and files that are removed from outside stay booked. Each listing
+corrects all three. The pages are listed when a process opens the folder, and when room is needed
+and none of the last listing is left.
+
+When a page does not fit, the least recently used are evicted. The lock is the kernel's: it ends
+with the process that holds it. While that process is stopped, others wait for PATIENCE_S at most,
+and then fail.
 """
 
 import errno

@@ -1,14 +1,4 @@
-"""What two engines must have in common for one to read the KV that the other one computed.
-
-The end of stored pages when an engine's weights change while it serves.
-
-The pages are those of the weights at its start, and nothing says which weights it has later.
-
-The bytes of a host pool's pages, as the parts in which they lie in its memory.
-
-A page is written from there and read into there without a copy.
-
-The tier that all engines of a machine share, as a storage of SGLang's HiCache.
+"""The tier that all engines of a machine share, as a storage of SGLang's HiCache.
 
 An engine stores the pages of a prefix when it has copied them to its host memory. Another one that
 is sent the same prefix reads them into its own host memory, in place of computing them.
@@ -22,6 +12,9 @@ in a folder that is named by what must be equal (`identity`, `HostPages.form`).
 
 Of SGLang's interfaces for storages this is V1. Its threads call it: one reads, one writes, one
 looks pages up. The scheduler's own thread only hands segments over, and takes what reads took.
+
+Stored pages end when an engine's weights change while it serves: nothing says which weights it has
+later. A page is written from the host pool and read into it without a copy.
 """
 
 import logging
