@@ -76,7 +76,8 @@ _SIGNS = (
     (r"an? (integer|number) above (\S+) and at most (\S+)", r"> \2, <= \3"),
     (r"an? (integer|number) from (\S+) to (\S+)", r"\2 to \3"),
     (r"integer >=", ">="),
-    (r"text that is not empty", "text"),
+    (r"text that is not empty|true or false|^a path$", ""),
+    (r"^a list, each a ", "list: "),
     (r", so that no key is on a command line", ""),
 )
 

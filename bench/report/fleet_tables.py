@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping
 
 from bench.report.charts import Figures, size_of
 from bench.report.labels import AGENT_LABELS, EPP_LABELS, SCALE_LABELS, SPEED_LABELS, label
-from bench.report.tables import Table, arms_table, look, named_table
+from bench.report.tables import Table, arms_table, look, middle, named_table, shown
 
 # Arms whose figures tell nothing that their neighbours' do not, and a size between two others.
 _ALIKE = ("ours_2_balancers", "ours_lag_500_ms", "ours_lag_2_s", "ours_lossy", "ours_lag_5_s")
@@ -23,16 +23,21 @@ _OF_FLEET = {
 def unequal_engines(found: Figures) -> Iterator[Table]:
     """A column for each trace, and a row for each router."""
     traces = {label(name): one for name, one in found.items() if look(one, "unequal")}
-    for head, key in (("call, mean, ms", "total_mean_ms"), ("TTFT p99, ms", "ttft_p99_ms")):
-        arms = dict.fromkeys(arm for one in traces.values() for arm in one["unequal"])
-        rows = [
-            (label(arm, SPEED_LABELS), *(look(one, "unequal", arm, key) for one in traces.values()))
-            for arm in arms
-            if arm != "gain"
-        ]
-        equal = (look(one, "equal", "gain", key) for one in traces.values())
-        rows.append(("no learning / learning, equal speeds", *equal))
-        yield Table((head, *traces), rows)
+    arms = dict.fromkeys(arm for one in traces.values() for arm in one["unequal"])
+    rows = [
+        (label(arm, SPEED_LABELS), *(_mean_and_p99(one["unequal"][arm]) for one in traces.values()))
+        for arm in arms
+        if arm != "gain"
+    ]
+    yield Table(("call, mean / TTFT p99, ms", *traces), rows)
+    equal = (look(one, "equal", "gain", "total_mean_ms") for one in traces.values())
+    yield Table(("", *traces), [("call, mean, no learning / learning, equal speeds", *equal)])
+
+
+def _mean_and_p99(arm: Figures) -> str:
+    """The medians of both: there are two seeds."""
+    both = (middle(look(arm, key)) for key in ("total_mean_ms", "ttft_p99_ms"))
+    return " / ".join(shown(value) for value in both)
 
 
 def scale(found: Figures) -> Iterator[Table]:

@@ -9,6 +9,8 @@ from __future__ import annotations
 from collections.abc import Callable, ItemsView, Iterator, Mapping, ValuesView
 from typing import Any
 
+from bench.report.tables import is_spread
+
 Report = Mapping[str, Any]
 
 
@@ -55,6 +57,8 @@ def _noted(value: Any) -> Any:
 
 
 def _read(value: Any) -> Any:
+    if is_spread(value):
+        return dict(value)
     if isinstance(value, _Noted):
         read = ((name, each) for name, each in dict.items(value) if name in value.were_read)
         return {name: _read(each) for name, each in read}

@@ -111,6 +111,8 @@ def _tables(states: list[State]) -> Iterator[str]:
             f"{name}: {_names(dict.fromkeys(each.field for each in of_one))}"
             for name, of_one in _groups(group, lambda each: _short(each.object))
         ]
+        if state == HARMLESS:
+            rows = [_names(dict.fromkeys(each.field for each in group))]
         yield f"| {'; '.join(rows)} | {_became(state, text)} |"
 
 
