@@ -37,7 +37,7 @@ _STEPS = {
         "server",
     ),
     "parse the body and check its fields": (
-        *("relay/reading", "reading/field_types", "limits/elements", "conversations/expansion"),
+        *("relay/reading", "reading/field_types", "limits/bounds", "conversations/expansion"),
         *("conversations/contexts", "protocols/cache_diagnostics"),
     ),
     "strip session headers": ("reading/strip", "reading/rewriting"),
@@ -52,15 +52,16 @@ _STEPS = {
             "routing/prefixes",
             "scheduler/placement",
             "radix/index",
+            "radix/index_memory",
         ),
         *("scheduler/capacity", "routing/worker"),
     ),
     "account for it at its worker": (
         *("routing/attempts", "scheduler/sessions", "radix/in_flight_prefixes"),
-        *("scheduler/decaying_sum", "scheduler/breaker"),
+        *("scheduler/averages", "scheduler/breaker"),
     ),
     "admission queue and limits": (
-        *("routing/admission", "access/rate_limits", "scheduler/retry_budget"),
+        *("routing/admission", "access/rate_limits", "scheduler/token_bucket"),
     ),
     "send it to the worker": (
         "routing/standby_prefill",
@@ -68,8 +69,8 @@ _STEPS = {
     ),
     "run the request, and relay the answer": ("http/upstream", "relay/exchange"),
     "usage, metrics and request log": (
-        *("reading/usage", "reporting/activity", "reporting/history"),
-        *("reporting/request_log", "reporting/ended_request", "metrics/clients"),
+        *("reading/usage", "reporting/activity", "metrics/registry"),
+        *("reporting/request_log", "reporting/ended_request"),
     ),
 }
 _STEP_OF = {f"{module}.py": step for step, modules in _STEPS.items() for module in modules}
