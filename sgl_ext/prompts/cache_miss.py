@@ -87,7 +87,7 @@ class Fingerprint(NamedTuple):
     """A request's hashes and counts.
 
     left: what its turn left in a cache; None if it is not complete, or the engine counted nothing.
-    prompt: what the doctor remembers of it, as long as it does.
+    prompt: what is remembered of it, as long as it is.
     """
 
     settings: Settings

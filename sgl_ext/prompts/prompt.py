@@ -61,7 +61,7 @@ def evicted_tokens(left: Left | None, held_tokens: int | None, cached_tokens: in
     return 0 if is_held or missing_tokens <= SLACK_TOKENS else missing_tokens
 
 
-# Prompts as the doctor remembers them, and how one diverges from another.
+# Prompts as they are remembered, and how one diverges from another.
 
 SESSION, FLEET = "session", "fleet"
 # Causes that a compaction does not explain.

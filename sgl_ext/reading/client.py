@@ -1,4 +1,4 @@
-"""Who sends a request: its session and tenant, and what its client says about itself."""
+"""The sender of a request: its session and tenant, and what its client says about itself."""
 
 import re
 from collections.abc import Iterable, Mapping
@@ -49,8 +49,8 @@ def session_key(headers: Mapping[str, str], body: Any, chain: Chain) -> int | No
     """A number for an agent's conversation, equal for all its turns; None if it is unknown.
 
     The id that the client states decides, with the agent's id if one is stated. The system text
-    and the tools may change then. A harness has one id for all its agents. Those of its agents
-    that state no id are told apart by their first user message. If no id is stated, everything
+    and the tools may change then. A harness has one id for all its agents. Agents
+    without an id are distinguished by their first user message. If no id is stated, everything
     up to the end of the first user message decides. Two cache groups, and two tenants, never have
     the same key. `headers` has lower-case names.
     """
@@ -75,7 +75,7 @@ def thread_key(key: int | None, chain: Chain) -> int | None:
 
 
 def _key(headers: Mapping[str, str], *parts: bytes) -> int:
-    """The hash of parts, none of which has the byte 0xFF: no text in UTF-8 has it."""
+    """The hash of parts. No part has the byte 0xFF, as no text in UTF-8 has it."""
     tenant = headers.get(TENANT_HEADER, "").encode("utf-8", "surrogatepass")
     return xxhash.xxh3_128_intdigest(b"\xff".join((salt_of(headers), tenant, *parts)))
 

@@ -108,7 +108,7 @@ KINDS = tuple(dict.fromkeys(rule.kind for rule in RULES))
 
 
 class Found(NamedTuple):
-    """Lines of a text, with the line end behind them."""
+    """Lines of a text, with the line end that follows them."""
 
     start: int
     end: int

@@ -83,8 +83,8 @@ class PinRow(TypedDict):
 class Line(TypedDict, total=False):
     """A line as it is written, without its number. Its fields are those of `StoringEvent`.
 
-    shared_pages: for the HTTP process alone, which sends it to nobody: where the shared tier has
-        its pages.
+    shared_pages: where the shared tier has its pages. The HTTP process removes it before it sends
+        the line on.
     """
 
     snapshot: bool
@@ -281,8 +281,8 @@ def read_event(line: bytes, *, with_stored: bool) -> tuple[Event, Rows]:
 
 
 def runs_of(rows: Rows) -> Iterator[tuple[int, int]]:
-    """The first and the last place of each run of segments of which each is the parent of the
-    next. Most of a line is few such runs."""
+    """The first place of each run, and the place after its last. In a run each segment is the
+    parent of the next. Most of a line is few such runs."""
     return pairwise((*rows.begins, len(rows.segments)))
 
 
