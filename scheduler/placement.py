@@ -171,15 +171,20 @@ def stays(
 
 
 def place(
-    request: PlacementRequest, workers: Sequence[WorkerView], mean_sessions: float | None = None
+    request: PlacementRequest,
+    workers: Sequence[WorkerView],
+    mean_sessions: float | None = None,
+    *,
+    moves: bool = False,
 ) -> Placement | None:
     """Chooses one of the workers; None if there are none.
 
     mean_sessions: the mean of all workers' session tokens, if `workers` are only some of them.
+    moves: whether the session would stay on its worker if that had capacity; `workers` are others.
     """
     if not workers:
         return None
-    reason = "new"
+    reason = "moved" if moves else "new"
     home = next((view for view in workers if view.name == request.home), None)
     if home is not None:
         others = [view for view in workers if view is not home]

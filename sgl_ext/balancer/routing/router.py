@@ -454,11 +454,11 @@ class Router:
             more_saved = view.saved - max(other.saved for other in views)
             if more_saved >= FOLLOW_TOKENS:
                 return None
-        chosen = place(request, views, self.fleet.mean_sessions)
+        moves = home is not None
+        chosen = place(request, views, self.fleet.mean_sessions, moves=moves)
         assert chosen is not None, "some worker has capacity"
-        reason = chosen.reason if home is None else "moved"
         worker = next(w for w in open_workers if w.id == chosen.worker)
-        return self._begin(routing, worker, reason, held, views, candidates)
+        return self._begin(routing, worker, chosen.reason, held, views, candidates)
 
     def uncached_tokens(self, routing: RoutingRequest) -> int:
         """An estimate of the tokens of a prompt that no worker holds, on any tier."""
