@@ -132,7 +132,7 @@ class Raw:
 
 
 @asynccontextmanager
-async def running(*workers: Raw, interval_s: float = 1.0, **config: Any) -> AsyncIterator[Balancer]:
+async def running(*workers: Raw, interval_s: float = 0.1, **config: Any) -> AsyncIterator[Balancer]:
     """Raw workers, and a balancer over them."""
     async with AsyncExitStack() as stack:
         for worker in workers:

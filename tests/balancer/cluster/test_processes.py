@@ -38,7 +38,7 @@ def process(*command: str) -> Iterator[subprocess.Popen[bytes]]:
         yield running
     finally:
         running.terminate()
-        running.wait(timeout=20)
+        running.wait(timeout=60)
 
 
 class Answers(BaseHTTPRequestHandler):
@@ -104,10 +104,15 @@ def balancer() -> Iterator[tuple[str, subprocess.Popen[bytes]]]:
 
 
 @pytest.fixture(scope="module")
-def shared_url() -> Iterator[str]:
+def shared() -> Iterator[tuple[str, subprocess.Popen[bytes]]]:
     """A balancer for tests that do not harm its processes."""
-    with serving() as (url, _):
-        yield url
+    with serving() as started:
+        yield started
+
+
+@pytest.fixture
+def shared_url(shared: tuple[str, subprocess.Popen[bytes]]) -> str:
+    return shared[0]
 
 
 @contextmanager
@@ -130,23 +135,23 @@ def serving(
 def status(url: str, path: str = "/health", key: str = "") -> int:
     """An answer's status on a connection of its own, which any of the processes may take."""
     try:
-        return requests.get(url + path, headers={"x-api-key": key}, timeout=10).status_code
+        return requests.get(url + path, headers={"x-api-key": key}, timeout=60).status_code
     except requests.ConnectionError:
         return 0
 
 
 def counted(url: str) -> float:
-    page = requests.get(url + "/metrics", timeout=10).text
+    page = requests.get(url + "/metrics", timeout=60).text
     name = 'sgl_ext_requests_total{path="/v1/chat/completions",status="200"} '
     return sum(float(line.removeprefix(name)) for line in page.splitlines() if name in line)
 
 
 def test_processes_serve_and_count_as_one(shared_url: str) -> None:
     for _ in range(30):
-        answer = requests.post(shared_url + "/v1/chat/completions", json=BODY, timeout=10)
+        answer = requests.post(shared_url + "/v1/chat/completions", json=BODY, timeout=60)
         assert answer.status_code == 200
     until(lambda: counted(shared_url) == 30)
-    page = requests.get(shared_url + "/metrics", timeout=10).text
+    page = requests.get(shared_url + "/metrics", timeout=60).text
     for number in range(COUNT):
         line = f'process_resident_memory_bytes{{process="{number}"}}'
         assert page.count(line) == 1, "each process has its own memory"
@@ -157,11 +162,11 @@ def test_any_process_tells_the_state_of_all(shared_url: str) -> None:
     session = {"x-session-id": "several", "x-tenant-id": "several"}
     for _ in range(12):
         requests.post(
-            shared_url + "/v1/chat/completions", json=BODY, headers=session, timeout=10
+            shared_url + "/v1/chat/completions", json=BODY, headers=session, timeout=60
         ).raise_for_status()
 
     def told() -> bool:
-        states = [requests.get(shared_url + "/sgl_ext/state", timeout=10).json() for _ in range(9)]
+        states = [requests.get(shared_url + "/sgl_ext/state", timeout=60).json() for _ in range(9)]
         return all(
             ("several", 12) in [(row["name"], row["requests"]) for row in state["tenants"]]
             and 12 in [row["turns"] for row in state["sessions"]]
@@ -174,12 +179,12 @@ def test_any_process_tells_the_state_of_all(shared_url: str) -> None:
 
 def test_a_worker_that_joins_one_joins_all(shared_url: str) -> None:
     joined = f"http://127.0.0.1:{free_port()}"
-    answer = requests.post(shared_url + "/sgl_ext/workers", json={"url": joined}, timeout=10)
+    answer = requests.post(shared_url + "/sgl_ext/workers", json={"url": joined}, timeout=60)
     assert answer.status_code == 201
 
     def known() -> bool:
         pages = [
-            requests.get(shared_url + "/sgl_ext/workers", timeout=10).json() for _ in range(12)
+            requests.get(shared_url + "/sgl_ext/workers", timeout=60).json() for _ in range(12)
         ]
         return all(joined in [worker["url"] for worker in page["workers"]] for page in pages)
 
@@ -188,10 +193,10 @@ def test_a_worker_that_joins_one_joins_all(shared_url: str) -> None:
 
 def test_all_processes_share_one_store(shared_url: str) -> None:
     blocks = [{"id": "rules", "layer": "stable", "content": "Be brief."}]
-    kept = requests.post(shared_url + "/v1/contexts", json={"blocks": blocks}, timeout=10).json()
+    kept = requests.post(shared_url + "/v1/contexts", json={"blocks": blocks}, timeout=60).json()
     path = f"/v1/contexts/{kept['context_id']}"
     assert all(status(shared_url, path) == 200 for _ in range(12))
-    assert requests.delete(shared_url + path, timeout=10).status_code == 200
+    assert requests.delete(shared_url + path, timeout=60).status_code == 200
     assert all(status(shared_url, path) == 404 for _ in range(12))
 
 
@@ -209,7 +214,7 @@ def test_a_tenant_has_one_allowance_in_all_processes(tmp_path: Path) -> None:
         blocks = [{"id": "rules", "layer": "stable", "content": "Be brief."}]
         headers = {"x-api-key": alice}
         kept = requests.post(
-            url + "/v1/contexts", json={"blocks": blocks}, headers=headers, timeout=10
+            url + "/v1/contexts", json={"blocks": blocks}, headers=headers, timeout=60
         ).json()
         context = f"/v1/contexts/{kept['context_id']}"
         assert seen(context, alice) == {200}
@@ -219,7 +224,7 @@ def test_a_tenant_has_one_allowance_in_all_processes(tmp_path: Path) -> None:
 
         headers = {"x-api-key": slow}
         answers = [
-            requests.post(url + "/v1/chat/completions", json=BODY, headers=headers, timeout=10)
+            requests.post(url + "/v1/chat/completions", json=BODY, headers=headers, timeout=60)
             for _ in range(20)
         ]
         let_in = [answer.status_code for answer in answers].count(200)
@@ -231,17 +236,7 @@ def test_a_tenant_has_one_allowance_in_all_processes(tmp_path: Path) -> None:
         assert seen(context, alice) == {200}
 
 
-def test_a_killed_process_is_replaced(balancer: tuple[str, subprocess.Popen[bytes]]) -> None:
-    url, running = balancer
-    group = psutil.Process(running.pid)
-    killed = group.children()[0]
-    killed.kill()
-    until(lambda: killed.pid not in [child.pid for child in group.children()])
-    until(lambda: len(group.children()) == COUNT)
-    until(lambda: all(status(url) == 200 for _ in range(20)))
-
-
-def test_all_processes_look_up_in_one_index_which_outlives_its_writer() -> None:
+def test_all_processes_look_up_in_one_index_and_a_killed_writer_is_replaced() -> None:
     Publishes.held = read_chain(of_path("/v1/chat/completions"), BODY).hashes
 
     def held(url: str) -> set[int]:
@@ -250,7 +245,7 @@ def test_all_processes_look_up_in_one_index_which_outlives_its_writer() -> None:
         answers = []
         for _ in range(12):
             with suppress(requests.ConnectionError):  # of the process that was killed
-                answers.append(requests.post(path, json=BODY, timeout=10))
+                answers.append(requests.post(path, json=BODY, timeout=60))
         return {answer.json()["workers"][0]["held_tokens"] for answer in answers}
 
     def is_ready(url: str) -> bool:
@@ -277,7 +272,7 @@ def test_no_process_outlives_the_first(balancer: tuple[str, subprocess.Popen[byt
     _, running = balancer
     children = psutil.Process(running.pid).children()
     running.kill()
-    _, alive = psutil.wait_procs(children, timeout=20)
+    _, alive = psutil.wait_procs(children, timeout=60)
     assert not alive
 
 
@@ -285,7 +280,7 @@ def test_processes_end_together(balancer: tuple[str, subprocess.Popen[bytes]]) -
     url, running = balancer
     children = psutil.Process(running.pid).children()
     running.send_signal(signal.SIGTERM)
-    assert running.wait(timeout=20) == 0
+    assert running.wait(timeout=60) == 0
     assert not any(child.is_running() for child in children)
     assert status(url) == 0
 
@@ -296,8 +291,8 @@ def to_all(running: subprocess.Popen[bytes], number: signal.Signals) -> None:
         child.send_signal(number)
 
 
-def test_a_closed_terminal_ends_no_process(balancer: tuple[str, subprocess.Popen[bytes]]) -> None:
-    url, running = balancer
+def test_a_closed_terminal_ends_no_process(shared: tuple[str, subprocess.Popen[bytes]]) -> None:
+    url, running = shared
     before = psutil.Process(running.pid).children()
     to_all(running, signal.SIGHUP)
     assert all(status(url) == 200 for _ in range(20))
@@ -311,7 +306,7 @@ def test_a_signal_to_the_first_process_changes_settings_in_all(tmp_path: Path) -
     def priority() -> int:
         headers = {"x-tenant-id": "people", "x-sgl-ext-priority": "99"}
         path = "/sgl_ext/explain/v1/messages"
-        answer = requests.post(url + path, json=BODY, headers=headers, timeout=10)
+        answer = requests.post(url + path, json=BODY, headers=headers, timeout=60)
         return int(answer.json()["priority"])
 
     with serving("--config", str(file)) as (url, running):
@@ -328,7 +323,7 @@ def test_ctrl_c_drains_and_a_second_one_ends_at_once() -> None:
         answers.append(requests.post(url + "/v1/messages", json=BODY, timeout=60))
 
     def in_flight() -> int:
-        page = requests.get(url + "/health", timeout=10).json()
+        page = requests.get(url + "/health", timeout=60).json()
         return sum(worker["in_flight"] for worker in page["workers"])
 
     with serving("--drain-s", "600") as (url, running):
@@ -340,15 +335,15 @@ def test_ctrl_c_drains_and_a_second_one_ends_at_once() -> None:
         assert running.poll() is None
         assert not answers
         to_all(running, signal.SIGINT)
-        assert running.wait(timeout=20) == 0
-        asking.join(timeout=20)
+        assert running.wait(timeout=60) == 0
+        asking.join(timeout=60)
     assert [answer.status_code for answer in answers] == [529]
 
 
 def test_an_unusable_store_ends_them_with_a_reason(tmp_path: Path) -> None:
     command = ["-m", "sgl_ext.balancer.serve", "--processes", "2", "--store", str(tmp_path)]
     ended = subprocess.run(
-        [sys.executable, *command], capture_output=True, text=True, timeout=30, check=False
+        [sys.executable, *command], capture_output=True, text=True, timeout=120, check=False
     )
     assert ended.returncode == 1
     assert f"sgl-ext balancer: store={str(tmp_path)!r}: cannot be used" in ended.stderr
@@ -361,7 +356,7 @@ def test_a_port_in_use_ends_them_with_a_reason(tmp_path: Path) -> None:
     with socket.create_server(("127.0.0.1", port)):
         command = ["-m", "sgl_ext.balancer.serve", "--port", str(port), "--processes", "2"]
         ended = subprocess.run(
-            [sys.executable, *command], capture_output=True, text=True, timeout=30, check=False
+            [sys.executable, *command], capture_output=True, text=True, timeout=120, check=False
         )
     assert ended.returncode == 1
     assert f"port={port}" in ended.stderr

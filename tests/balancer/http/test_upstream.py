@@ -11,6 +11,7 @@ import uvloop
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from scheduler import suspects
 from tests.balancer.conftest import Connect, Serve
 from tests.balancer.wire import Raw, answer, chunked, connected, request, running, sse, until
 
@@ -252,7 +253,7 @@ def test_any_split_of_an_answer_is_the_same_answer(
 
 
 @given(st.lists(st.binary(max_size=30), max_size=5), st.booleans())
-@settings(max_examples=15)  # most of them make the request a suspect, which waits for its trial
+@settings(max_examples=50)
 def test_any_bytes_from_a_worker_are_an_answer_or_an_error(
     pieces: list[bytes], begun: bool
 ) -> None:
@@ -260,12 +261,16 @@ def test_any_bytes_from_a_worker_are_an_answer_or_an_error(
 
     async def run() -> None:
         script: list[bytes | None] = [*start, *pieces, None]
-        async with running(Raw(script, script)) as balancer, connected(balancer) as wire:
+        worker = Raw(script, script)
+        async with running(worker, interval_s=0.01) as balancer, connected(balancer) as wire:
             head, _ = await wire.ask(request())
             assert head.startswith((b"HTTP/1.1 200", b"HTTP/1.1 502"))
             assert (await wire.ask(request(b"[]")))[0].startswith(b"HTTP/1.1 ")
 
-    uvloop.run(run())
+    # Most of them make the request a suspect, which waits for its trial.
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(suspects, "SETTLE_S", 0.0)
+        uvloop.run(run())
 
 
 async def test_events_are_passed_on_at_once(serve: Serve, connect: Connect) -> None:

@@ -1,16 +1,20 @@
 """The three kinds of stores, on real servers that start once a session."""
 
 import contextlib
+import inspect
 from collections.abc import AsyncIterator, Callable, Iterator
 from pathlib import Path
 
 import pytest
 
 from sgl_ext.balancer.metrics.registry import Metrics
+from sgl_ext.balancer.store.calls import Calls
 from sgl_ext.balancer.store.documents import Documents
 from sgl_ext.balancer.store.opening import check_store, open_store
 from sgl_ext.balancer.store.shared_state import SharedState
+from sgl_ext.balancer.store.sqlite_thread import StoreThread
 from tests.balancer.store.servers import Postgres, Redis, Server, running
+from tests.waiting import HANG_S
 
 
 @pytest.fixture(scope="session")
@@ -67,12 +71,28 @@ def named(server: Server, monkeypatch: pytest.MonkeyPatch) -> str:
     return "env:STORE"
 
 
+@pytest.fixture
+def patient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No call ends because the machine is slow."""
+    for waits in (Calls, StoreThread):
+        parameters = inspect.signature(waits.__init__).parameters.values()
+        defaults = [
+            HANG_S if one.name == "wait_s" else one.default
+            for one in parameters
+            if one.default is not one.empty
+        ]
+        monkeypatch.setattr(waits.__init__, "__defaults__", tuple(defaults))
+    names = ("postgres_server.WAIT_S", "redis_server.WAIT_S", "sqlite_file.BUSY_S")
+    for name in (*names, "postgres_shared.CALL_S", "redis_shared.CALL_S"):
+        monkeypatch.setattr(f"sgl_ext.balancer.store.{name}", HANG_S)
+
+
 Open = Callable[..., Documents]
 Share = Callable[[], SharedState]
 
 
 @pytest.fixture
-async def opened(place: str) -> AsyncIterator[Open]:
+async def opened(place: str, patient: None) -> AsyncIterator[Open]:
     """Opens connections to one store, as several balancers do."""
     async with contextlib.AsyncExitStack() as stack:
 
@@ -92,7 +112,7 @@ def setting(server: Server, monkeypatch: pytest.MonkeyPatch) -> str:
 
 
 @pytest.fixture
-async def shared(setting: str) -> AsyncIterator[Share]:
+async def shared(setting: str, patient: None) -> AsyncIterator[Share]:
     """Opens what the balancers of a server share."""
     async with contextlib.AsyncExitStack() as stack:
 
