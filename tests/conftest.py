@@ -8,7 +8,7 @@ from collections import Counter
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import hypothesis
 import pytest
@@ -19,6 +19,9 @@ from tests import gpu_engines
 from tests.debian import INSTALL
 from tests.gpu_engines import GpuEngines
 
+if TYPE_CHECKING:
+    from tests.engine.scheduler.test_event_publisher import Engine
+
 # Every process that a test starts uses the helpers of this checkout.
 os.environ["PYTHONPATH"] = os.pathsep.join(
     filter(None, (str(ROOT / "launch/cpu"), os.environ.get("PYTHONPATH")))
@@ -27,6 +30,9 @@ os.environ["PYTHONPATH"] = os.pathsep.join(
 # kernels for a GPU that it sees. Tests of a GPU start processes that see it again.
 GPUS = os.environ.get("CUDA_VISIBLE_DEVICES")
 os.environ |= {"SGLANG_PLATFORM": "sgl_ext_cpu", "CUDA_VISIBLE_DEVICES": ""}
+
+# What engines import of this checkout is imported once, in the nursery.
+OURS = ("sgl_ext.engine.hooks", "sgl_ext.engine.plugin", "sgl_ext.engine.scheduler.radix_cache")
 
 # Engines may be starting beside a property test: its speed is no assertion.
 hypothesis.settings.register_profile("sgl_ext", deadline=None, derandomize="CI" in os.environ)
@@ -67,8 +73,9 @@ def nursery(request: pytest.FixtureRequest) -> Iterator[Nursery | GpuEngines]:
         yield engines
         return
     # One thread: the model is tiny, and threads that share too few cores wait for each
-    # other far longer than they work.
-    with Nursery(environment={"OMP_NUM_THREADS": "1"}) as started:
+    # other far longer than they work. And it is too small for what a compiler takes.
+    environment = {"OMP_NUM_THREADS": "1", "TORCH_COMPILE_DISABLE": "1"}
+    with Nursery(environment=environment, modules=OURS) as started:
         yield started
 
 
@@ -101,6 +108,25 @@ def node(start_node: StartNode, tmp_path_factory: pytest.TempPathFactory) -> Ite
         yield started
 
 
+@pytest.fixture(scope="session")
+def plain_engine(
+    nursery: Nursery, tiny_model: Path, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Engine]:
+    """An engine for tests that need no flags of their own and do not harm it."""
+    from tests.engine.scheduler.test_event_publisher import running_engine
+
+    log = tmp_path_factory.mktemp("plain") / "engine.log"
+    flags = ("--max-total-tokens", "20000", "--tool-call-parser", "qwen25")
+    with running_engine(nursery, tiny_model, log, *flags) as started:
+        yield started
+
+
+@pytest.fixture(scope="session")
+def engine(plain_engine: Engine) -> Engine:
+    """A module that needs another one has a fixture of this name."""
+    return plain_engine
+
+
 @pytest.hookimpl(trylast=True)
 def pytest_terminal_summary(terminalreporter: Any) -> None:
     """Ends with what was skipped, and the command that installs what it waits for."""
@@ -131,7 +157,7 @@ def skips_line(reasons: list[str]) -> str:
 # Every test that starts a real SGLang process does it through one of these fixtures.
 STARTS_ENGINES = {"nursery", "start_node", "bench_with_engines"}
 # Tests that share one of these run in the same process, so that it is started once.
-SHARED_NODES = ("node", "scripted")
+SHARED_NODES = ("node", "scripted", "plain_engine")
 
 
 @pytest.hookimpl(tryfirst=True)

@@ -13,8 +13,9 @@ HANG_S = 300
 
 def until(condition: Callable[[], bool], limit_s: int = HANG_S) -> None:
     """Returns once the condition holds; the limit is for a hang."""
-    for _ in range(20 * limit_s):
-        if condition():
-            return
-        time.sleep(0.05)
-    pytest.fail("it never came to hold")
+    ends_s, pause_s = time.monotonic() + limit_s, 0.002
+    while not condition():
+        if time.monotonic() > ends_s:
+            pytest.fail("it never came to hold")
+        time.sleep(pause_s)
+        pause_s = min(1.5 * pause_s, 0.05)

@@ -8,8 +8,7 @@ Errors that SGLang answers with another status or text than they have.
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Sequence
-from pathlib import Path
+from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any
 
@@ -21,7 +20,6 @@ from fastapi.exception_handlers import http_exception_handler
 from fastapi.exceptions import RequestValidationError
 from jinja2 import TemplateError
 from pydantic import BaseModel, model_validator
-from sgl_ext_cpu.nursery import Nursery
 from starlette.responses import JSONResponse, StreamingResponse
 from starlette.testclient import TestClient
 
@@ -43,7 +41,7 @@ from sgl_ext.engine.core.request_context import RequestContext, enter, put_on
 from sgl_ext.protocols.chat import CHAT
 from sgl_ext.protocols.registry import errors_of
 from sgl_ext.protocols.responses import RESPONSES
-from tests.engine.scheduler.test_event_publisher import Engine, running_engine
+from tests.engine.scheduler.test_event_publisher import Engine
 
 GENERIC, USER = "function-after[check(), Generic]", "function-after[check(), User]"
 TEXT = f"""3 validation errors for ChatCompletionRequest
@@ -100,15 +98,6 @@ def test_of_several_types_the_one_that_comes_furthest_counts() -> None:
     missing = ("format", "Tag", "begin"), "Field required"
     text = ("format", "Text", "type"), "be 'text'"
     assert wrong(text, kind, missing)[0] == Wrong("format.type", "be 'text'")
-
-
-@pytest.fixture(scope="module")
-def engine(
-    nursery: Nursery, tiny_model: Path, tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[Engine]:
-    log = tmp_path_factory.mktemp("validation") / "engine.log"
-    with running_engine(nursery, tiny_model, log, "--tool-call-parser", "qwen25") as started:
-        yield started
 
 
 CHAT_BODY: dict[str, Any] = {"model": "tiny", "messages": [{"role": "user", "content": "a"}]}

@@ -6,27 +6,15 @@ What answers of OpenAI's protocols hold.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
 import requests
-from sgl_ext_cpu.nursery import Nursery
 
 from sgl_ext.compat.openai_answers import text_metadata
-from tests.engine.scheduler.test_event_publisher import Engine, running_engine
+from tests.engine.scheduler.test_event_publisher import Engine
 
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
-
-
-@pytest.fixture(scope="module")
-def engine(
-    nursery: Nursery, tiny_model: Path, tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[Engine]:
-    log = tmp_path_factory.mktemp("choices") / "engine.log"
-    with running_engine(nursery, tiny_model, log) as started:
-        yield started
 
 
 def events(engine: Engine, path: str, **fields: Any) -> list[dict[str, Any]]:

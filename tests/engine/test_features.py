@@ -39,7 +39,7 @@ MARKED = {"max_tokens": 4, "messages": [{"role": "user", "content": "hi"}], "sys
 
 
 def pins_of(engine: Engine) -> list[Any]:
-    return list(requests.get(f"{engine.url}/v1/pins", timeout=10).json()["pins"])
+    return list(requests.get(f"{engine.url}/v1/pins", timeout=60).json()["pins"])
 
 
 @pytest.fixture(scope="module")

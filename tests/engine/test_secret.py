@@ -76,7 +76,7 @@ def running(
 
 def status_of(url: str) -> int:
     try:
-        return requests.get(url, timeout=5).status_code
+        return requests.get(url, timeout=60).status_code
     except requests.ConnectionError:
         return 0
 
@@ -171,6 +171,13 @@ def balancer(inside: Namespace, engine: Engine, log: Path, *flags: str) -> Itera
         process.wait(timeout=60)
 
 
+def worker_of(inside: Namespace, port: int) -> dict[str, Any]:
+    """The only worker, as a balancer tells of it."""
+    shown = fetch(inside, "127.0.0.1", port, "GET", "/sgl_ext/workers")[2]
+    (worker,) = json.loads(shown)["workers"]
+    return dict(worker)
+
+
 def test_a_balancer_on_another_machine_serves_with_the_secret(
     engine: Engine, elsewhere: Namespace, secret: Path, tmp_path: Path
 ) -> None:
@@ -184,10 +191,7 @@ def test_a_balancer_on_another_machine_serves_with_the_secret(
         )
         assert status == 200, answer
         assert SECRET not in f"{answered}{answer}"
-        (worker,) = json.loads(fetch(elsewhere, "127.0.0.1", port, "GET", "/sgl_ext/workers")[2])[
-            "workers"
-        ]
-        assert worker["publishes_prefixes"]
+        until(lambda: worker_of(elsewhere, port)["publishes_prefixes"])
     assert SECRET not in log.read_text()
 
 
@@ -198,10 +202,9 @@ def test_a_balancer_without_the_secret_uses_no_engine_and_says_why(
     with balancer(elsewhere, engine, log) as port:
         body, headers = generate("one")
         assert fetch(elsewhere, "127.0.0.1", port, "POST", "/generate", headers, body)[0] == 503
-        shown = fetch(elsewhere, "127.0.0.1", port, "GET", "/sgl_ext/workers")[2]
-        (worker,) = json.loads(shown)["workers"]
+        until(lambda: "refuses the engine-secret" in (worker_of(elsewhere, port)["fault"] or ""))
+        worker = worker_of(elsewhere, port)
         assert (worker["ready"], worker["breaker"]) == (False, "closed")
-        assert "refuses the engine-secret" in worker["fault"]
     assert log.read_text().count("refuses the engine-secret") == 1
 
 

@@ -81,7 +81,7 @@ def ask(url: str, prompt: list[int], **more: Any) -> dict[str, Any]:
 
 def is_ready(url: str) -> bool:
     try:
-        return requests.get(f"{url}/ready", timeout=5).ok
+        return requests.get(f"{url}/ready", timeout=60).ok
     except requests.RequestException:
         return False
 

@@ -6,13 +6,13 @@ from collections.abc import AsyncIterator, Callable, Iterator
 from pathlib import Path
 
 import pytest
+from sgl_ext.balancer.store.sqlite_thread import StoreThread
 
 from sgl_ext.balancer.metrics.registry import Metrics
 from sgl_ext.balancer.store.calls import Calls
 from sgl_ext.balancer.store.documents import Documents
 from sgl_ext.balancer.store.opening import check_store, open_store
 from sgl_ext.balancer.store.shared_state import SharedState
-from sgl_ext.balancer.store.sqlite_thread import StoreThread
 from tests.balancer.store.servers import Postgres, Redis, Server, running
 from tests.waiting import HANG_S
 

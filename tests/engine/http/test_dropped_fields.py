@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
 import requests
-from sgl_ext_cpu.nursery import Nursery
 
-from tests.engine.scheduler.test_event_publisher import Engine, running_engine
+from tests.engine.scheduler.test_event_publisher import Engine
 
 COMPLETION: dict[str, Any] = {"model": "tiny", "prompt": "a b", "max_tokens": 2}
 OLLAMA: dict[str, Any] = {"model": "tiny", "stream": False, "options": {"num_predict": 2}}
@@ -19,15 +16,6 @@ BODIES = {
     "/api/chat": {**OLLAMA, "messages": [{"role": "user", "content": "a"}]},
     "/api/generate": {**OLLAMA, "prompt": "a"},
 }
-
-
-@pytest.fixture(scope="module")
-def engine(
-    nursery: Nursery, tiny_model: Path, tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[Engine]:
-    log = tmp_path_factory.mktemp("dropped") / "engine.log"
-    with running_engine(nursery, tiny_model, log) as started:
-        yield started
 
 
 @pytest.mark.parametrize(

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from random import Random
@@ -12,9 +11,8 @@ from typing import Any
 
 import pytest
 import requests
-from sgl_ext_cpu.nursery import Nursery
 
-from tests.engine.scheduler.test_event_publisher import Engine, running_engine
+from tests.engine.scheduler.test_event_publisher import Engine
 from tests.fuzz.ranges import MESSAGES, case
 
 GENERATE, CHAT, COMPLETIONS = "/generate", "/v1/chat/completions", "/v1/completions"
@@ -22,16 +20,6 @@ MESSAGES_PATH, RESPONSES = "/v1/messages", "/v1/responses"
 TOO_MANY = {"enum": [f"value {i}" for i in range(20_000)]}
 BRANCHES = {"anyOf": [{"type": "object", "properties": {f"p{i}": {}}} for i in range(3_000)]}
 AT_ONCE = 8
-
-
-@pytest.fixture(scope="module")
-def engine(
-    nursery: Nursery, tiny_model: Path, tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[Engine]:
-    log = tmp_path_factory.mktemp("ranges") / "engine.log"
-    flags = ("--max-total-tokens", "20000")
-    with running_engine(nursery, tiny_model, log, *flags) as started:
-        yield started
 
 
 @pytest.fixture(scope="module")

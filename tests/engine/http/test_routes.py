@@ -14,14 +14,12 @@ import sys
 import time
 from collections.abc import Iterator
 from datetime import UTC, datetime
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import psutil
 import pytest
 import requests
-from sgl_ext_cpu.nursery import Nursery
 from starlette.applications import Starlette
 from starlette.testclient import TestClient
 
@@ -36,21 +34,12 @@ from sgl_ext.engine.http.routes import (
     faults_by_process,
     model_routes,
 )
-from tests.engine.scheduler.test_event_publisher import Engine, running_engine
+from tests.engine.scheduler.test_event_publisher import Engine
 
 COUNT = "/v1/responses/input_tokens"
 TOOL = {"type": "function", "name": "look_up", "parameters": {"type": "object", "properties": {}}}
 CALL = {"type": "function_call", "call_id": "c1", "name": "look_up", "arguments": "{}"}
 RESULT = {"type": "function_call_output", "call_id": "c1", "output": "alpha"}
-
-
-@pytest.fixture(scope="module")
-def engine(
-    nursery: Nursery, tiny_model: Path, tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[Engine]:
-    log = tmp_path_factory.mktemp("counts") / "engine.log"
-    with running_engine(nursery, tiny_model, log, "--tool-call-parser", "qwen25") as started:
-        yield started
 
 
 @pytest.mark.parametrize(

@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
 import requests
-from sgl_ext_cpu.nursery import Nursery
 
-from tests.engine.scheduler.test_event_publisher import Engine, running_engine
+from tests.engine.scheduler.test_event_publisher import Engine
 
 TURN = [{"role": "user", "content": "Say hello."}]
 MESSAGES: dict[str, Any] = {"model": "tiny", "max_tokens": 3, "messages": TURN}
@@ -20,15 +17,6 @@ BODIES: dict[str, dict[str, Any]] = {
     "/v1/completions": {"model": "tiny", "max_tokens": 3, "prompt": "Say hello."},
     "/v1/responses": {"model": "tiny", "max_output_tokens": 3, "input": "a", "store": False},
 }
-
-
-@pytest.fixture(scope="module")
-def engine(
-    nursery: Nursery, tiny_model: Path, tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[Engine]:
-    log = tmp_path_factory.mktemp("vendors") / "engine.log"
-    with running_engine(nursery, tiny_model, log) as started:
-        yield started
 
 
 @pytest.mark.parametrize("path", BODIES)

@@ -132,7 +132,7 @@ def test_a_session_that_returns_first_loads_its_prefix_itself(engine: Serving) -
         engine.counted(names[0], kind="return"),
         *(engine.counted(name) for name in names[1:]),
     ]
-    with engine.busy():
+    with engine.busy(goes_on=True):
         spill(engine)
         until(lambda: engine.counted("prefills_ahead", kind="return") == loads + 1)
         tokens, tiers, _ = agent.come_back()

@@ -151,7 +151,7 @@ def running_engine(
 
 def _is_up(engine: Engine) -> bool:
     try:
-        return requests.get(f"{engine.url}/v1/models", timeout=5).ok
+        return requests.get(f"{engine.url}/v1/models", timeout=60).ok
     except requests.ConnectionError:
         return False
 

@@ -10,7 +10,6 @@ from __future__ import annotations
 import asyncio
 import random
 import threading
-import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
@@ -22,7 +21,7 @@ import aiohttp
 import pytest
 import requests
 from prometheus_client.parser import text_string_to_metric_families
-from sgl_ext_cpu.gate import Event
+from sgl_ext_cpu.gate import Event, Gate
 from sgl_ext_cpu.nursery import Nursery
 
 from sgl_ext.settings.schema import EngineSettings, Tenant
@@ -64,10 +63,13 @@ class Serving:
     ) -> requests.Response:
         return requests.post(self.url + path, json=body, headers=headers, timeout=120)
 
-    def generate(self, priority: int, prompt: str, tokens: int, name: str = "") -> list[int]:
+    def generate(
+        self, priority: int, prompt: str, tokens: int, name: str = "", *, tenant: str = ""
+    ) -> list[int]:
         """The token ids of an answer of so many. name: the request's id; "": SGLang makes one."""
         body = {**raw(prompt, tokens), **({"rid": name} if name else {})}
-        answer = self.post("/generate", body, {HEADER: str(priority)})
+        headers = {HEADER: str(priority), **({TENANT: tenant} if tenant else {})}
+        answer = self.post("/generate", body, headers)
         assert answer.ok, answer.text
         ids: list[int] = answer.json()["output_ids"]
         return ids
@@ -121,12 +123,17 @@ class Serving:
 
 
 class Answers:
-    """Requests on their way, and the order in which they are answered."""
+    """Requests on their way, and the order in which the scheduler has answered them."""
 
     def __init__(self, serving: Serving, workers: int = 16) -> None:
-        self.order: list[str] = []
+        self._names: dict[str, str] = {}
         self._serving = serving
         self._pool = ThreadPoolExecutor(workers)
+
+    @property
+    def order(self) -> list[str]:
+        left = [event.rid for event in self._serving.gate.events if event.kind == "left"]
+        return [self._names[rid] for rid in left if rid in self._names]
 
     def __enter__(self) -> Answers:
         return self
@@ -134,31 +141,24 @@ class Answers:
     def __exit__(self, *_: object) -> None:
         self._pool.shutdown()
 
-    def send(
-        self, name: str, priority: int, prompt: str, tokens: int = 16, rid: str = ""
-    ) -> Future[list[int]]:
-        answer = self._pool.submit(self._serving.generate, priority, prompt, tokens, rid)
-        answer.add_done_callback(lambda _: self.order.append(name))
-        return answer
-
     def arrive(
-        self, name: str, priority: int, prompt: str, tokens: int = 16
+        self, name: str, priority: int, prompt: str, tokens: int = 16, tenant: str = ""
     ) -> tuple[str, Future[list[int]]]:
         """Sends it, and returns its id once the scheduler has it."""
-        rid = f"{name} {next(_names)}"
-        answer = self.send(name, priority, prompt, tokens, rid)
+        asked = f"{name} {next(_names)}"
+        rid = f"~{len(tenant)}:{tenant}:{asked}" if tenant else asked
+        self._names[rid] = name
+        answer = self._pool.submit(
+            self._serving.generate, priority, prompt, tokens, asked, tenant=tenant
+        )
         self._serving.gate.arrived(rid)
         return rid, answer
 
 
 class Stream:
-    """Clients that each send one request after another until told to stop.
-
-    log: of each that was answered, when it was sent, in the order of answers.
-    """
+    """Clients that each send one request after another until told to stop."""
 
     def __init__(self, clients: int, send: Callable[[], object]) -> None:
-        self.log: list[float] = []
         self._send = send
         self._ends = threading.Event()
         self._pool = ThreadPoolExecutor(clients)
@@ -175,9 +175,15 @@ class Stream:
 
     def _run(self) -> None:
         while not self._ends.is_set():
-            sent = time.monotonic()
             self._send()
-            self.log.append(sent)
+
+
+def is_overtaken(gate: Gate, rid: str) -> bool:
+    """Whether one that arrived after a request was answered before it."""
+    events = gate.events.copy()
+    order = [(event.kind, event.rid) for event in events]
+    between = order[order.index(("arrived", rid)) : order.index(("left", rid))]
+    return any(("arrived", other) in between for kind, other in between if kind == "left")
 
 
 def raw(prompt: str, tokens: int) -> dict[str, Any]:
@@ -284,18 +290,19 @@ def test_for_a_much_more_important_one_a_slot_is_freed_and_no_answer_changes(
 ) -> None:
     prompts = [text(100) for _ in range(SLOTS)]
     with ThreadPoolExecutor(SLOTS) as pool:
-        undisturbed = list(pool.map(lambda prompt: slots.generate(0, prompt, 500), prompts))
+        undisturbed = list(pool.map(lambda prompt: slots.generate(0, prompt, 100), prompts))
     slots.flush()
     with Answers(slots) as answers:
         with slots.gate.closed():
-            batch = [answers.arrive("batch", 0, prompt, 500) for prompt in prompts]
-            slots.gate.answer(*(rid for rid, _ in batch))
-            answers.arrive("not enough", THRESHOLD - 1, text(20), 200)
+            batch = [answers.arrive("batch", 0, prompt, 100) for prompt in prompts]
+            slots.gate.answer(*(rid for rid, _ in batch), tokens=20)
+            answers.arrive("not enough", THRESHOLD - 1, text(20))
             urgent, answer = answers.arrive("interactive", THRESHOLD, text(20))
             slots.gate.finish(urgent)
             answer.result()
             assert answers.order == ["interactive"]
         assert [answer.result() for _, answer in batch] == undisturbed
+        until(lambda: len(answers.order) == SLOTS + 2)
     assert sorted(answers.order) == ["batch", "batch", "interactive", "not enough"]
 
 
@@ -308,13 +315,13 @@ def test_what_a_victim_had_computed_is_not_computed_again_while_there_is_memory(
     lost, again = counted("preempted_tokens"), counted("recomputed_tokens")
     with Answers(slots) as answers:
         with slots.gate.closed():
-            batch = [answers.arrive("batch", 0, text(20), 200) for _ in range(SLOTS)]
+            batch = [answers.arrive("batch", 0, text(20), 100) for _ in range(SLOTS)]
             slots.gate.answer(*(rid for rid, _ in batch), tokens=60)
             urgent, answer = answers.arrive("interactive", THRESHOLD, text(20), 1)
             slots.gate.finish(urgent)
             answer.result()
             assert answers.order == ["interactive"]
-        assert [len(answer.result()) for _, answer in batch] == [200] * SLOTS
+        assert [len(answer.result()) for _, answer in batch] == [100] * SLOTS
     assert counted("preempted_tokens") - lost > 50
     assert counted("recomputed_tokens") - again <= 1  # the last token has no successor yet
 
@@ -397,21 +404,13 @@ def test_each_tenant_has_its_ceiling_and_requests_for_more_are_answered_and_coun
 
 
 def test_a_tenant_of_weight_three_gets_three_of_four_turns(slots: Serving) -> None:
-    order: list[str] = []
-
-    def send(tenant: str) -> None:
-        assert slots.post("/generate", raw(text(300), 16), {TENANT: tenant}).ok
-        order.append(tenant)
-
-    with ThreadPoolExecutor(8) as pool, slots.held(SLOTS, priority=0) as held:
+    with Answers(slots) as answers, slots.held(SLOTS, priority=0) as held:
         for tenant in ["one"] * 4 + ["three"] * 4:
-            at = slots.gate.mark()
-            pool.submit(send, tenant)
-            slots.gate.until(lambda event: event.kind == "arrived", at)
+            answers.arrive(tenant, 0, text(300), tenant=tenant)
         slots.abort(held[0])
         slots.gate.open()
-        until(lambda: len(order) == 8)
-    assert sorted(order[:4]) == ["one", "three", "three", "three"]
+        until(lambda: len(answers.order) == 8)
+    assert sorted(answers.order[:4]) == ["one", "three", "three", "three"]
 
 
 @pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/completions", "/v1/responses"])
@@ -525,26 +524,25 @@ def test_for_a_much_more_important_one_memory_is_taken_and_no_answer_changes(
             with memory.gate.closed():
                 batch = [answers.arrive("batch", 0, prompt, 400) for prompt in prompts]
                 memory.gate.answer(*(name for name, _ in batch))
-                _, answer = answers.arrive("interactive", priority, text(1500), 5)
-            answer.result()
-            assert (answers.order == ["interactive"]) == is_enough
+                urgent, answer = answers.arrive("interactive", priority, text(1500), 5)
+                memory.gate.finish(urgent)
+            assert (answers.order[0] == "interactive") == is_enough
             assert [answer.result() for _, answer in batch] == undisturbed
-        assert len(answers.order) == BATCH + 1
+            assert answer.result()
+            until(lambda answers=answers: len(answers.order) == BATCH + 1)  # type: ignore[misc]
         assert (memory.counted("sgl_ext_preempted_requests_total") > 0) == is_enough
         assert (memory.counted("sgl_ext_preempted_tokens_total") > 0) == is_enough
         memory.flush()
 
 
 def test_one_that_waits_is_served_though_more_important_ones_keep_coming(memory: Serving) -> None:
-    important = 3
-    with Stream(3 * SLOTS_OF_TWO_RANKS, lambda: memory.generate(important, text(20), 24)) as stream:
+    with Stream(3 * SLOTS_OF_TWO_RANKS, lambda: memory.generate(1, text(20), 24)):
         memory.gate.until(lambda step: len(step.waiting) > SLOTS_OF_TWO_RANKS, memory.gate.mark())
-        sent = time.monotonic()
-        memory.generate(0, text(20), 1)
-        answered, overtaking = time.monotonic(), stream.log.copy()
+        memory.generate(0, text(20), 1, "patient")
+        memory.gate.until(lambda event: (event.kind, event.rid) == ("left", "patient"))
         # It is not that they ceased to come.
-        until(lambda: max(stream.log, default=0.0) > answered)
-    assert max(overtaking) > sent, "none overtook it"
+        memory.gate.count(1, "arrived", memory.gate.mark())
+    assert is_overtaken(memory.gate, "patient")
 
 
 def test_one_that_does_not_fit_lets_small_ones_pass_and_is_served_though_they_keep_coming(
@@ -558,14 +556,13 @@ def test_one_that_does_not_fit_lets_small_ones_pass_and_is_served_though_they_ke
     def are_all_running(step: Event) -> bool:
         return len(step.requests) == SLOTS_OF_TWO_RANKS
 
-    with Stream(SLOTS_OF_TWO_RANKS, small) as stream, ThreadPoolExecutor(1) as pool:
+    with Stream(SLOTS_OF_TWO_RANKS, small), ThreadPoolExecutor(1) as pool:
         with memory.gate.closed():
             memory.gate.run_until(are_all_running)
             # It takes the memory of all of them, and one of them always runs.
             big = pool.submit(memory.generate, 3, text(3000), 2, "big")
             memory.gate.arrived("big")
-        queued = time.monotonic()
         assert len(big.result()) == 2
-        overtaking, answered = stream.log.copy(), time.monotonic()
-        until(lambda: max(stream.log, default=0.0) > answered)
-    assert max(overtaking) > queued
+        memory.gate.until(lambda event: (event.kind, event.rid) == ("left", "big"))
+        memory.gate.count(1, "arrived", memory.gate.mark())
+    assert is_overtaken(memory.gate, "big")

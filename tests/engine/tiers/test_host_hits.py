@@ -65,17 +65,18 @@ class Serving:
 
     @contextmanager
     def busy(self) -> Iterator[None]:
-        """Inside the block a request has the only slot."""
+        """Inside the block a request has the only slot, before a closed gate."""
         name = f"busy {next(_names)}"
         sampling = {"max_new_tokens": 4000, "temperature": 0, "ignore_eos": True}
         body = {"input_ids": [7] * 16, "rid": name, "sampling_params": sampling}
-        with ThreadPoolExecutor(1) as pool:
+        with ThreadPoolExecutor(1) as pool, self.gate.closed():
             pool.submit(requests.post, f"{self.url}/generate", json=body, timeout=120)
-            self.gate.until(lambda step: step.answered(name) > 0)
+            self.gate.answer(name)
             try:
                 yield
             finally:
                 requests.post(f"{self.url}/abort_request", json={"rid": name}, timeout=60)
+                self.gate.open()
 
     def metric(self, name: str) -> float:
         page = requests.get(f"{self.url}/metrics", timeout=60).text
@@ -162,18 +163,21 @@ def test_a_spilled_prompt_is_served_before_a_cold_one_that_came_first(serving: S
     spilled, new = cold(), cold()
     answer = serving.ask(spilled)
     serving.spill()
-    order: list[str] = []
+
+    def order() -> list[str]:
+        left = [event.rid for event in serving.gate.events if event.kind == "left"]
+        return [rid for rid in left if rid in ("cold", "spilled")]
+
     with ThreadPoolExecutor(2) as pool:
         with serving.busy():
             first = pool.submit(serving.ask, new, 8, "cold")
-            first.add_done_callback(lambda _: order.append("cold"))
             serving.gate.arrived("cold")
             second = pool.submit(serving.ask, spilled, 8, "spilled")
-            second.add_done_callback(lambda _: order.append("spilled"))
             serving.gate.arrived("spilled")
         again = second.result()
         first.result()
-    assert order == ["spilled", "cold"]
+    until(lambda: len(order()) == 2)
+    assert order() == ["spilled", "cold"]
     assert again["meta_info"]["cached_tokens_details"]["host"] >= LENGTH - SLACK
     assert again["output_ids"] == answer["output_ids"]
 
