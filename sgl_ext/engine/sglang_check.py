@@ -8,6 +8,7 @@ import json
 import os
 import pkgutil
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from functools import cache
 from inspect import signature, unwrap
 from itertools import pairwise
 from pathlib import Path
@@ -135,18 +136,19 @@ def _has(owner: type, name: str) -> bool:
         if name in vars(base).get("__annotations__", ()):
             return True
         methods = (unwrap(one) for one in vars(base).values() if isinstance(one, FunctionType))
-        if any(_sets(method.__code__, name) for method in methods):
+        codes = (method.__code__ for method in methods)
+        if any(name in code.co_names and name in _set_by(code) for code in codes):
             return True
     return False
 
 
-def _sets(code: CodeType, name: str) -> bool:
-    """Whether a method's code assigns to `self.name`."""
-    if name not in code.co_names:
-        return False
+@cache
+def _set_by(code: CodeType) -> frozenset[str]:
+    """The names that a method's code assigns to of `self`."""
+    found = set()
     for before, step in pairwise(dis.get_instructions(code)):
-        if step.opname == "STORE_ATTR" and step.argval == name:
+        if step.opname == "STORE_ATTR":
             loaded = before.argval if isinstance(before.argval, tuple) else (before.argval,)
             if loaded[-1] == "self":
-                return True
-    return False
+                found.add(step.argval)
+    return frozenset(found)
