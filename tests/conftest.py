@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import logging
 import os
 from collections import Counter
@@ -21,6 +22,9 @@ from tests.gpu_engines import GpuEngines
 
 if TYPE_CHECKING:
     from tests.engine.scheduler.test_event_publisher import Engine
+
+# What is imported until tests begin stays, SGLang too: no collection of garbage looks at it.
+gc.disable()
 
 # Every process that a test starts uses the helpers of this checkout.
 os.environ["PYTHONPATH"] = os.pathsep.join(
@@ -184,6 +188,16 @@ def pytest_keep_engines(config: pytest.Config, items: list[pytest.Item]) -> None
         raise pytest.UsageError("this pytest-xdist does not keep groups of tests together")
     files = {path: number for number, path in enumerate(dict.fromkeys(i.path for i in items))}
     items.sort(key=lambda item: (files[item.path], _kind(item)))
+
+
+def pytest_sessionstart(session: pytest.Session) -> None:
+    if session.config.getoption("numprocesses", None):  # its workers import
+        gc.enable()
+
+
+def pytest_collection_finish() -> None:
+    gc.freeze()
+    gc.enable()
 
 
 def _kind(item: pytest.Item) -> str:
