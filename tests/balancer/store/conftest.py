@@ -6,13 +6,13 @@ from collections.abc import AsyncIterator, Callable, Iterator
 from pathlib import Path
 
 import pytest
-from sgl_ext.balancer.store.sqlite_thread import StoreThread
 
 from sgl_ext.balancer.metrics.registry import Metrics
 from sgl_ext.balancer.store.calls import Calls
 from sgl_ext.balancer.store.documents import Documents
 from sgl_ext.balancer.store.opening import check_store, open_store
 from sgl_ext.balancer.store.shared_state import SharedState
+from sgl_ext.balancer.store.sqlite import StoreThread
 from tests.balancer.store.servers import Postgres, Redis, Server, running
 from tests.waiting import HANG_S
 
@@ -82,8 +82,8 @@ def patient(monkeypatch: pytest.MonkeyPatch) -> None:
             if one.default is not one.empty
         ]
         monkeypatch.setattr(waits.__init__, "__defaults__", tuple(defaults))
-    names = ("postgres_server.WAIT_S", "redis_server.WAIT_S", "sqlite_file.BUSY_S")
-    for name in (*names, "postgres_shared.CALL_S", "redis_shared.CALL_S"):
+    names = ("postgres.WAIT_S", "postgres.CALL_S", "redis.WAIT_S", "redis.CALL_S")
+    for name in (*names, "sqlite.BUSY_S"):
         monkeypatch.setattr(f"sgl_ext.balancer.store.{name}", HANG_S)
 
 
