@@ -45,7 +45,6 @@ from sgl_ext.engine.host_cache import chat_templates
 from sgl_ext.engine.http import (
     cache_hooks,
     field_ranges,
-    generation_hook,
     pin_placement,
     rendering,
     request_hook,
@@ -234,7 +233,7 @@ _MAIN_SEAMS: dict[str, Seam] = {
         methods={
             "generate_request": (
                 before(LOGPROBS, text_logprobs.ask),
-                before(HINTS, generation_hook.send_hints),
+                before(HINTS, request_hook.send_hints),
                 before(FIELDS, field_ranges.check_batch),
             ),
             "_validate_one_request": (

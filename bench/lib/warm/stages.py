@@ -73,7 +73,7 @@ OURS = {
     "sgl_ext.engine.http.request_hook:read_body": "engine segments",
     "sgl_ext.engine.http.pin_placement:place_pins": "engine marks",
     "sgl_ext.engine.http.pin_placement:place_pins_of_response": "engine marks",
-    "sgl_ext.engine.http.generation_hook:send_hints": "engine hints",
+    "sgl_ext.engine.http.request_hook:send_hints": "engine hints",
     "sgl_ext.engine.scheduler.iteration:publish_events": "scheduler events",
     "sgl_ext.engine.scheduler.iteration:take_orders": "scheduler events",
     "sgl_ext.engine.scheduler.priority:order_queue": "scheduler order",

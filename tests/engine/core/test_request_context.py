@@ -14,7 +14,7 @@ from starlette.routing import Route
 
 from sgl_ext.engine.core.request_context import convert, current_dry_run
 from sgl_ext.engine.http import request_hook
-from sgl_ext.engine.http.generation_hook import send_hints
+from sgl_ext.engine.http.request_hook import send_hints
 
 PATH = "/v1/messages"
 BODY = {"model": "m", "messages": [{"role": "user", "content": "Hello"}]}

@@ -31,7 +31,7 @@ from sgl_ext.engine.core.request_names import (
     request_id_of,
     salted,
 )
-from sgl_ext.engine.http import generation_hook
+from sgl_ext.engine.http import request_hook
 from sgl_ext.engine.prefill_ahead.prefiller import Job, Prefiller
 from sgl_ext.engine.prefill_ahead.service import PrefillRequests
 from sgl_ext.protocols.request_ids import is_valid_id
@@ -97,7 +97,7 @@ def generated_from(**fields: Any) -> Any:
     """A request of a group with the client's salt "x", after the generation hook."""
     request = SimpleNamespace(cache_salt="x", session_params=None, kv_hints=None)
     with entered(context_of(group="team", **fields)):
-        generation_hook.send_hints(None, request)
+        request_hook.send_hints(None, request)
     return request
 
 
@@ -105,7 +105,7 @@ def test_a_request_is_salted_and_a_slice_is_not_salted_again(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     assert generated_from().cache_salt == "4:teamx"
-    monkeypatch.setattr(generation_hook, "is_slice", lambda request: True)
+    monkeypatch.setattr(request_hook, "is_slice", lambda request: True)
     assert generated_from().cache_salt == "x"
 
 

@@ -16,7 +16,7 @@ from msgspec import convert, to_builtins
 
 from sgl_ext.engine.core.hints import decode_hints
 from sgl_ext.engine.core.request_context import WHOLE_PROMPT, RequestContext, current, enter
-from sgl_ext.engine.http.generation_hook import send_hints
+from sgl_ext.engine.http.request_hook import send_hints
 from sgl_ext.reading.cache_marks import NO_MARKS
 from sgl_ext.reading.hints import Importance
 from sgl_ext.reading.segments import Chain
