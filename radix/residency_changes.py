@@ -84,8 +84,8 @@ class Unpublished:
         device: Mapping[int, _Entry],
         host: Mapping[int, _Entry] | None = None,
     ) -> Changes:
-        """What is to be sent, as the state is now; of at most `most` segments, those that changed
-        first, and the parents of those that are on the host.
+        """The changes to send: those of the `most` segments that changed first, and the parents of
+        segments that are on the host.
 
         Parents come first, because a child that changed before its parent was returned by an
         earlier call. host: None without one.

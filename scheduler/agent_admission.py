@@ -8,7 +8,7 @@ of 1968; for agents' programs, ThunderAgent).
 A request is sent if any of these holds, and otherwise held back:
 
     1. the worker has time: it is idle; or nothing waits for its prefill, and it has spent less than
-       BUSY_FROM of the last seconds on prefill. Then computing a prompt again costs nobody much
+       BUSY_FROM of the last seconds on prefill. Then computing a prompt again costs others little
     2. most of the prompt is in memory
     3. it takes little memory of agents that are expected back: there are none, it is small, or all
        that agents there count with fits with it. Less important ones of its tenant do not count. A

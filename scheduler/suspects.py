@@ -46,7 +46,7 @@ ENDED_S = 10.0
 LIMIT = 4096
 # Requests that left one engine without an answer.
 MOST_LEFT = 64
-# Refused requests that are told to peers.
+# Refused requests that are sent to peers.
 MOST_TOLD = 64
 # A peer says each second that a trial of its own is under way.
 PEER_SILENT_S = 3.0
@@ -118,7 +118,7 @@ class Suspects:
 
     @property
     def is_idle(self) -> bool:
-        """Whether nothing is known of any request, so that none has to be asked for."""
+        """Whether no request is a suspect, so that no request has to be looked up."""
         return not self._cases
 
     def standing(self, request: str, now_s: float) -> Verdict:
@@ -310,7 +310,7 @@ class Suspects:
 
     @property
     def is_trying(self) -> bool:
-        """Whether a trial is under way here. Two at once could not be told apart."""
+        """Whether a trial is under way here. Two would hide which request ended an engine."""
         return self._trial is not None
 
     def told(self, now_s: float) -> dict[str, float]:

@@ -41,7 +41,7 @@ log = logging.getLogger(__name__)
 
 _POLL_S = 0.25
 _ENGINE_STOP_S = 20.0, 0.0
-# Actors are asked to stop their engines; in a hurry they are killed.
+# Actors stop their engines; in a hurry they are killed.
 _FLEET_STOP_S = 80.0, 20.0
 _HURRIED_STOP_S = 3.0
 _LIST_S = 0.25

@@ -6,8 +6,8 @@
     {"time": "2026-01-02T03:04:05.678+00:00", "level": "info", "process": "balancer",
      "pid": 7, "message": "engine ready", "engine": "engine-0"}
 
-A thread writes the lines, so a log that takes none, as a pipe that nobody reads, holds up nothing.
-Lines wait within a bound. Those that are lost are counted, and the log says so once it works again.
+A thread writes the lines, so a log that cannot be written delays nothing. A bounded number of lines
+waits. Further lines are lost and counted, and the log says how many once it works again.
 """
 
 import logging

@@ -7,8 +7,8 @@ A terminal that closes sends SIGHUP, and operators do, to have settings read. Th
 and a thread waits for it. A handler would not be inherited by programs that the process starts, and
 they would end; that a signal is blocked and ignored is inherited.
 
-What a process prints is lost rather than ending it or holding it up: its terminal may close or be
-stopped, its disk fill, and nobody read the pipe.
+Output that cannot be written now is dropped. So a closed terminal, a full disk or a pipe without a
+reader neither ends nor stops the process.
 
 A process holds a lock on the file `lock` in its folder for as long as it runs. The system releases
 the lock however the process ends, so a folder whose lock is free belongs to no process."""

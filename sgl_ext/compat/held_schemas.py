@@ -231,7 +231,7 @@ def _count_needed(
 
 
 def _needed(schema: dict[str, Any], root: Any) -> tuple[list[Any], bool]:
-    """The schemas of which all must have a finite value, or any of them."""
+    """Schemas that must all have a finite value, or one of them."""
     if "$ref" in schema:
         return [_target(schema["$ref"], root)], False
     if "const" in schema or "enum" in schema:

@@ -98,7 +98,7 @@ def text_of(message: Json, between: str = "\n") -> str | None:
 
 
 def longer(message: Json, before: str = "", after: str = "") -> Json:
-    """A message with a text ahead of its content, or behind it."""
+    """A message with a text before its content, or after it."""
     content = message.get("content") or ""
     if isinstance(content, list):
         parts = [[{"type": "text", "text": text}] if text else [] for text in (before, after)]

@@ -1,4 +1,4 @@
-"""The window that clients are told: the smaller of the model's context and what KV memory holds.
+"""The window that `/v1/models` states: the smaller of the model's context and what KV memory holds.
 
 SGLang announces the context alone, and refuses a prompt that memory does not hold in the scheduler.
 

@@ -1,7 +1,7 @@
 """What of SGLang the extension refuses at the start, and what it serves with some features off.
 
 A rule looks at SGLang's resolved arguments, its model and our settings, and stands for a row of
-docs/guide/models.md. Whoever starts the engine raises, logs and counts what this finds.
+docs/guide/models.md. The start of the engine raises, logs and counts what this finds.
 
 Flags of the host cache that cannot work are refused with their values. SGLang takes some and fails
 later: when it allocates the host pool, after it has loaded the weights, or when it makes the first

@@ -145,7 +145,8 @@ def _add_turns(protocol: Protocol, body: _Json, turns: list[_Json], is_open: boo
 
 
 def _joined(turns: list[_Json], more: list[Any], is_open: bool) -> list[Any]:
-    """Messages and those behind them. The first of these may go on with the last before it."""
+    """Two lists of messages as one. If `is_open`, the first message of `more` may continue the
+    last one of `turns`."""
     first = more[0] if more else None
     if not is_open or not isinstance(first, dict) or first.get("role") != turns[-1].get("role"):
         return [*turns, *more]

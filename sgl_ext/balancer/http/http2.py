@@ -16,7 +16,7 @@ _DATA, _HEADERS, _SETTINGS, _GOAWAY = 0, 1, 4, 7
 _END_STREAM, _END_HEADERS = 1, 4
 _HTTP_1_1_REQUIRED = 13
 _HEAD = struct.Struct(">BHBBI")  # length in 3 bytes, type, flags, stream
-# `:status: 505`, and the name `content-type`; none of both is to be indexed.
+# `:status: 505`, and the name `content-type`. The client must index neither.
 _STATUS_505, _CONTENT_TYPE = b"\x08\x03505", b"\x0f\x10"
 
 

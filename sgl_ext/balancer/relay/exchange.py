@@ -1110,7 +1110,7 @@ class Exchange:
             self.stop()
 
     def stop(self) -> None:
-        """Ends the request, as nobody waits for its answer."""
+        """Ends the request, because no client waits for its answer."""
         if self._stage is ENDED:
             self._request.hold.release()
             return

@@ -160,7 +160,7 @@ class Resends:
             del self._left[key]
 
     def sweep(self) -> None:
-        """Stops the copies that nobody has taken over in time. Call it periodically."""
+        """Stops the copies that no client has taken over in time. Call it periodically."""
         now_s = self.clock()
         for key, (left_s, copy) in tuple(self._left.items()):
             if now_s - left_s >= self.resend_s or not copy.can_be_taken:

@@ -1,4 +1,4 @@
-"""What the answered requests of late were: their history, sessions and tenants, in bounded tables.
+"""The recently answered requests: their history, sessions and tenants, in bounded tables.
 
 Each process of a balancer has its own. `merged` adds up the `as_json` of all of them. An agent is
 one conversation. A session is what its client names: the agents that state no id of their own are

@@ -108,7 +108,7 @@ class RequestSpans:
         self._add("read", self._arrived_s)
 
     def waits(self) -> None:
-        """It is to be placed."""
+        """The request begins to wait for an engine."""
         self._waits_s = self._clock()
 
     def placed(self, attempt: Attempt, wait_reason: str) -> None:

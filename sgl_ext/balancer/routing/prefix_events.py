@@ -120,8 +120,8 @@ class PrefixEventReader:
         return event
 
     def _store(self, index: PrefixIndex, rows: Rows) -> None:
-        """Stores one run after the other of segments of which each is the parent of the next. Most
-        of a line is few such runs, and together its segments take less time."""
+        """Stores each run: segments in a row, where each is the parent of the next one. A line has
+        few runs, and the segments of a run are stored together, which is faster."""
         segments, halves, parents, tokens, _ = rows
         for begin, end in runs_of(rows):
             parent = parents[begin]

@@ -45,7 +45,7 @@ def rank_id(engine: str, rank: int) -> str:
 
 
 def unknown(worker: str) -> int | None:
-    """Stands for what workers hold where that is not known."""
+    """What workers hold, where that is unknown."""
     return None
 
 

@@ -191,8 +191,7 @@ class Workers(Collector):
         self._index()
 
     def slots_of(self, worker: Worker) -> list[int]:
-        """The slots of all that is held for this worker alone, and not also for others that are
-        ready."""
+        """The slots of the segments that no other ready worker can read."""
         slots = [worker.slot, worker.host_slot]
         if not any(w.ready and w.machine == worker.machine for w in self.all if w is not worker):
             slots.append(worker.shared_slot)

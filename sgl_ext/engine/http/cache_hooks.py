@@ -1,5 +1,6 @@
-"""Hooks that let SGLang use the host caches, of tokens, messages and schemas, and find once what it
-looks for in a request's messages."""
+"""Hooks that let SGLang use the host caches of tokens, messages and schemas.
+
+They also search a request's messages once, where SGLang searches them for each token."""
 
 from array import array
 from collections.abc import Callable, Sequence

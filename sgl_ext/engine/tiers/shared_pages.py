@@ -143,7 +143,7 @@ class HostPages:
 
 
 class _Slots(list[int]):
-    """Slots in place of a tensor, of which the pool wants a list."""
+    """A list of slots with a tensor's `tolist`, which the pool calls."""
 
     def tolist(self) -> list[int]:
         return self
