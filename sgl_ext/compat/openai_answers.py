@@ -3,11 +3,12 @@
     "id"            of a stream with several choices: SGLang writes that of each choice's request
     "text_offset"   of log probabilities on completions: SGLang writes -1 for each token
     "metadata"      SGLang adds a list to it, for which clients with strict types reject the answer
+    "logprobs"      of a chat: SGLang gives those of thinking and calls, too
 
 Other answers pass unchanged.
 
-    fault     choices of one stream have several ids, tokens no places, and metadata is not text
-              alone
+    fault     choices of one stream have several ids, tokens no places, chats the log
+              probabilities of their thinking, and metadata is not text alone
     hooks     group "answers of OpenAI", and a middleware
     test      tests/compat/test_openai_answers.py
     upstream  no patch yet
@@ -17,13 +18,13 @@ Other answers pass unchanged.
 import re
 from collections import defaultdict
 from collections.abc import Mapping
-from http import HTTPStatus
 from typing import Any
 
 import orjson
-from starlette.datastructures import Headers, MutableHeaders
 
-from sgl_ext.engine.core.request_context import context_in
+from sgl_ext.compat.text_logprobs import Token, Tokens
+from sgl_ext.engine.core.request_context import RequestContext, context_in
+from sgl_ext.engine.http.answer_rewriting import rewriting
 from sgl_ext.engine.sglang_types import Original
 from sgl_ext.protocols.chat import CHAT
 from sgl_ext.protocols.registry import COMPLETIONS
@@ -44,64 +45,55 @@ class ChoicesMiddleware:
             await self.app(scope, receive, send)
             return
         scope.setdefault("state", {})
-        start: Any = None  # the head of a whole answer, whose length changes
-        parts: list[bytes] = []
-        answer: _Answer | None = None
 
-        async def complete(message: Any) -> None:
-            nonlocal start, answer
-            if message["type"] == "http.response.start" and message["status"] == HTTPStatus.OK:
-                context = context_in(scope)
-                kind = Headers(raw=message["headers"]).get("content-type", "")
-                is_stream = "event-stream" in kind
-                answer = None if context is None else _Answer.of(context.body, scope["path"])
-                if answer is not None and answer.has_offsets and not is_stream:
-                    start = message
-                    return
-            elif answer is not None and message["type"] == "http.response.body":
-                data = message.get("body", b"")
-                if start is None:
-                    message = {**message, "body": answer.event(data)}
-                else:
-                    parts.append(data)
-                    if message.get("more_body", False):
-                        return
-                    body = answer.whole(b"".join(parts))
-                    headers = MutableHeaders(raw=list(start["headers"]))
-                    headers["content-length"] = str(len(body))
-                    await send({**start, "headers": headers.raw})
-                    message = {**message, "body": body}
-            await send(message)
+        def begin() -> "_Answer | None":
+            context = context_in(scope)
+            return None if context is None else _Answer.of(context, scope["path"])
 
-        await self.app(scope, receive, complete)
+        await self.app(scope, receive, rewriting(send, begin))
 
 
 class _Answer:
-    """One answer. has_offsets: it has log probabilities of a completion."""
+    """One answer.
 
-    def __init__(self, *, has_offsets: bool) -> None:
-        self.has_offsets = has_offsets
+    has_offsets: it has log probabilities of a completion. has_logprobs: it has those of a chat.
+    """
+
+    def __init__(self, context: RequestContext, *, has_offsets: bool, has_logprobs: bool) -> None:
+        self._context = context
+        self._has_offsets = has_offsets
+        self._has_logprobs = has_logprobs
         self._id = b""
         self._lengths: dict[int, int] = defaultdict(int)
+        self._tokens: dict[int, Tokens] = defaultdict(Tokens)
+        self._texts: dict[int, list[str]] = defaultdict(list)  # whose tokens have not come
 
     @classmethod
-    def of(cls, body: Any, path: str) -> "_Answer | None":
+    def of(cls, context: RequestContext, path: str) -> "_Answer | None":
         """The answer of a request; None if it needs no change."""
+        body = context.body
         if not isinstance(body, Mapping):
             return None
         is_completion = path in COMPLETIONS.paths
         has_offsets = is_completion and body.get("logprobs") is not None
+        has_logprobs = not is_completion and body.get("logprobs") is True
         prompts = body.get("prompt") if is_completion else None
         is_batch = isinstance(prompts, list) and len(prompts) > 1 and type(prompts[0]) is not int
         has_many = is_batch or body.get("n") not in (None, 1)
-        return cls(has_offsets=has_offsets) if has_offsets or has_many else None
+        if not (has_offsets or has_logprobs or has_many):
+            return None
+        return cls(context, has_offsets=has_offsets, has_logprobs=has_logprobs)
+
+    @property
+    def changes_whole(self) -> bool:
+        return self._has_offsets or self._has_logprobs
 
     def event(self, data: bytes) -> bytes:
         """An event of its stream, or several."""
         if found := _ID.search(data):
             self._id = self._id or found[1]
             data = _ID.sub(lambda _: b'data: {"id":"%b"' % self._id, data)
-        if self.has_offsets:
+        if self.changes_whole:
             data = _EVENT.sub(lambda found: b"data: " + self.whole(found[1]), data)
         return data
 
@@ -110,9 +102,37 @@ class _Answer:
         document = orjson.loads(data)
         for choice in document.get("choices") or ():
             logprobs = choice.get("logprobs")
-            if isinstance(logprobs, dict):
+            if self._has_logprobs:
+                self._leave_text(choice, logprobs)
+            elif isinstance(logprobs, dict):
                 logprobs["text_offset"] = self._offsets(choice["index"], logprobs["tokens"])
         return orjson.dumps(document)
+
+    def _leave_text(self, choice: Any, logprobs: Any) -> None:
+        """Leaves a choice the log probabilities of its text.
+
+        SGLang gives a part of an answer those of all tokens so far, and so those of its thinking
+        and its calls. Text can come later than its tokens.
+        """
+        said = choice.get("message") or choice.get("delta") or {}
+        tokens = self._tokens[choice["index"]]
+        given = (logprobs or {}).get("content") or ()
+        tokens.add([Token(each["token"], each["logprob"], (each,)) for each in given])
+        thinking, text = said.get("reasoning_content") or "", said.get("content") or ""
+        if tokens.know(thinking):
+            tokens.of(thinking)
+        words = [each for each in self._context.parts if isinstance(each, str)]
+        texts = self._texts[choice["index"]]
+        texts += words if "message" in choice and "".join(words) == text else [text]
+        found = []
+        while texts and (tokens.know(texts[0]) or choice.get("finish_reason")):
+            found += [token.top[0] for token in tokens.of(texts.pop(0))]
+        for call in said.get("tool_calls") or ():
+            arguments = call["function"].get("arguments") or ""
+            if tokens.know(arguments):
+                tokens.of(arguments)
+        if found or isinstance(logprobs, dict):
+            choice["logprobs"] = {**(logprobs or {"refusal": None}), "content": found}
 
     def _offsets(self, index: int, tokens: list[str]) -> list[int]:
         """Where each token begins in the text of its choice."""

@@ -19,6 +19,7 @@ model wrote them. So each text is looked for behind the one before it.
     ends with a version that gives each text its own
 """
 
+import re
 from bisect import bisect_left, bisect_right
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
 from typing import Any, NamedTuple
@@ -29,6 +30,7 @@ from sgl_ext.engine.core.request_context import context_of, current
 from sgl_ext.engine.sglang_http_types import ServingResponses
 from sgl_ext.engine.sglang_types import Original
 
+_NOT_ASCII = re.compile(r"[^\x00-\x7f]")
 _INCLUDE = "message.output_text.logprobs"
 _TEXT_DELTA, _TEXT_DONE = "response.output_text.delta", "response.output_text.done"
 _PART_DONE, _ITEM_DONE = "response.content_part.done", "response.output_item.done"
@@ -82,29 +84,46 @@ class Tokens:
     def of(self, text: str) -> list[Token]:
         """The tokens of the next text. None of them is given twice.
 
-        A text that is not found, as one of half a character, has the tokens of its length.
+        A text that is not found has the tokens of its length.
         """
         if not text:
             return []
-        begin = self._find(text)
-        end = min((begin or 0) + len(text), len(self._text))
+        place = self._find(text)
+        begin, end = place or (0, min(len(text), len(self._text)))
         last = bisect_left(self._begins, end)
         # The one in which it begins, if it does not begin with one.
-        first = 0 if begin is None else max(bisect_right(self._begins, begin) - 1, 0)
+        first = 0 if place is None else max(bisect_right(self._begins, begin) - 1, 0)
         found = self._tokens[first:last]
         self._tokens, self._text = self._tokens[last:], self._text[end:]
         self._begins = [at - end for at in self._begins[last:]]
         return found
 
-    def _find(self, text: str) -> int | None:
-        """Where a text begins: with a token, or where the last text ended, if it does anywhere."""
+    def know(self, text: str) -> bool:
+        """Whether the tokens of a text are there."""
+        return self._find(text) is not None
+
+    def _find(self, text: str) -> tuple[int, int] | None:
+        """Where a text begins and ends: with a token, or where the last text ended, if it does
+        anywhere."""
         first = at = self._text.find(text)
         while at > 0:
             place = bisect_left(self._begins, at)
             if place < len(self._begins) and self._begins[place] == at:
-                return at
+                break
             at = self._text.find(text, at + 1)
-        return at if at == 0 else None if first < 0 else first
+        if at >= 0:
+            return at, at + len(text)
+        if first >= 0:
+            return first, first + len(text)
+        if text.isascii():
+            return None
+        # Tokens of half a character have a mark in its place.
+        found = re.search(_NOT_ASCII.sub(_or_marks, re.escape(text)), self._text)
+        return None if found is None else found.span()
+
+
+def _or_marks(char: re.Match[str]) -> str:
+    return f"(?:{char[0]}|\\ufffd{{1,4}})"
 
 
 async def allow_in_stream(

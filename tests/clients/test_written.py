@@ -4,6 +4,7 @@ answer that is cut looks cut, words stand where they were written, and what was 
 from __future__ import annotations
 
 import json
+import re
 from typing import Any, NamedTuple
 
 import pytest
@@ -290,3 +291,33 @@ def test_broken_arguments_come_back(
     least = prompt_tokens("{}")
     given_tokens = prompt_tokens(arguments)
     assert given_tokens == least if arguments in ("", "null") else given_tokens > least
+
+
+@pytest.mark.parametrize("stream", [True, False])
+@pytest.mark.parametrize("prompt", [scripts.THOUGHT, scripts.BETWEEN, scripts.CUT])
+def test_log_probabilities_of_a_chat_are_those_of_its_text(
+    scripted: Node, api_keys: dict[str, str], prompt: str, stream: bool
+) -> None:
+    """Not those of its thinking and its calls."""
+    tools = [{"type": "function", "function": {"name": n, "parameters": _SCHEMA}} for n in _TOOLS]
+    body: dict[str, Any] = {
+        "model": "tiny",
+        "messages": [{"role": "user", "content": prompt}],
+        "tools": tools,
+        "logprobs": True,
+        "top_logprobs": 2,
+        "max_tokens": 120,
+    }
+    path, key = "/v1/chat/completions", api_keys["sdks"]
+    if stream:
+        choices = [c for e in events(scripted, key, path, body) for c in e["choices"]]
+    else:
+        choices = whole(scripted, key, path, body)["choices"]
+    said = [choice.get("delta") or choice.get("message") for choice in choices]
+    text = "".join(each.get("content") or "" for each in said)
+    given = [each for c in choices for each in (c.get("logprobs") or {}).get("content") or ()]
+    # Tokens of half a character have a mark in its place.
+    tokens = re.sub("\ufffd+", "\u00fc", "".join(each["token"] for each in given))
+    assert tokens.split() == text.split()
+    assert all(len(each["top_logprobs"]) == 2 for each in given)
+    assert bool(given) is (prompt != scripts.CUT)

@@ -20,12 +20,10 @@ import re
 from array import array
 from collections.abc import Coroutine
 from functools import partial
-from http import HTTPStatus
 from typing import Any
 
 import orjson
 import xxhash
-from starlette.datastructures import Headers, MutableHeaders
 
 from sgl_ext.compat.templates import drops_thinking
 from sgl_ext.engine import sglang_api
@@ -41,6 +39,7 @@ from sgl_ext.engine.core.request_names import group_of
 from sgl_ext.engine.host_cache.token_cache import is_array_allowed, is_only_sent, restore_list
 from sgl_ext.engine.host_cache.token_offsets import TokenOffsets
 from sgl_ext.engine.host_cache.worth import turned_off
+from sgl_ext.engine.http.answer_rewriting import rewriting
 from sgl_ext.engine.http.extension import installed
 from sgl_ext.engine.http.rendering import collecting
 from sgl_ext.engine.http.translation import model_of
@@ -258,36 +257,27 @@ class CacheWritesMiddleware:
             await self.app(scope, receive, send)
             return
         scope.setdefault("state", {})
-        start: Any = None  # the head of a whole answer, whose length changes
-        parts: list[bytes] = []
-        context: RequestContext | None = None
 
-        async def complete(message: Any) -> None:
-            nonlocal start, context
-            if message["type"] == "http.response.start" and message["status"] == HTTPStatus.OK:
-                found = context_in(scope)
-                if found is not None and (found.pins or found.marks.clamped_s):
-                    context = found
-                    kind = Headers(raw=message["headers"]).get("content-type", "")
-                    if "event-stream" not in kind:
-                        start = message
-                        return
-            elif context is not None and message["type"] == "http.response.body":
-                data = message.get("body", b"")
-                if start is None:
-                    message = {**message, "body": completed(data, context)}
-                else:
-                    parts.append(data)
-                    if message.get("more_body", False):
-                        return
-                    body = completed(b"".join(parts), context)
-                    headers = MutableHeaders(raw=list(start["headers"]))
-                    headers["content-length"] = str(len(body))
-                    await send({**start, "headers": headers.raw})
-                    message = {**message, "body": body}
-            await send(message)
+        def begin() -> "_Usage | None":
+            context = context_in(scope)
+            is_marked = context is not None and (context.pins or context.marks.clamped_s)
+            return _Usage(context) if context is not None and is_marked else None
 
-        await self.app(scope, receive, complete)
+        await self.app(scope, receive, rewriting(send, begin))
+
+
+class _Usage:
+    """The usage of one answer, with what the marks of its request wrote."""
+
+    changes_whole = True
+
+    def __init__(self, context: RequestContext) -> None:
+        self._context = context
+
+    def event(self, data: bytes) -> bytes:
+        return completed(data, self._context)
+
+    whole = event
 
 
 def completed(data: bytes, context: RequestContext) -> bytes:
