@@ -21,12 +21,18 @@ is before the soonest one that is known.
 A pin is a lease on the first tokens of prompts. Pins are released in this order, the least valuable
 first:
 
-    (priority, valuable_until_s, id)    valuable_until_s = used_s + ttl_s * hits / (hits + 1)
+    (priority, valuable_until_s, id)
+    valuable_until_s = used_s + VALUE_SHARE * ttl_s * hits / (hits + 1)
 
-A pin that was never read is valuable until the time of its grant. Each read brings the time
-closer to the end of the lease, as a prefix that was read often will be read again. A new pin is
-valuable until now, so it displaces pins of its priority that were never read, or that are idle
-for longer than their reads justify, and never one in use.
+A pin that was never read is valuable until the time of its grant. Each read brings the time closer
+to VALUE_SHARE of the lease, as a prefix that was read often will be read again. A new pin is
+valuable until now, so it displaces pins of its priority that were never read, or that are idle for
+longer than their reads justify, and never one in use.
+
+Why not the whole lease: most agents come back within seconds, and the longer one is away, the less
+likely it is back in the next seconds. On recorded sessions (`bench.recorded`) with more agents than
+memory, where all prompts are marked, pins that were valuable for their whole lease kept what nobody
+read in place of what agents came back to: a fifth more tokens were computed again.
 
 A new pin displaces others within the limits that pins and their owners have. One owner can use a
 share of the budget, and of the number of pins. Beyond that share its pins displace only each other.
@@ -62,6 +68,9 @@ OWNER_SHARE = "owner share"
 LESS_VALUABLE = "less valuable"
 """Rejected: more valuable pins leave no room for it."""
 
+VALUE_SHARE = 0.1
+"""Of its lease, how long a pin that was read often and is idle now goes after new ones."""
+
 ReleaseOrder = tuple[int, float, int]
 
 
@@ -93,7 +102,7 @@ class Pin:
 
     @property
     def valuable_until_s(self) -> float:
-        return self.used_s + self.ttl_s * self.hits / (self.hits + 1)
+        return self.used_s + VALUE_SHARE * self.ttl_s * self.hits / (self.hits + 1)
 
     @property
     def release_order(self) -> ReleaseOrder:
