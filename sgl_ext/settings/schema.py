@@ -271,7 +271,7 @@ class BalancerSettings(RequestSettings, frozen=True, kw_only=True):
         RELOADS,
         "Longest time that a request is held back while agents need more memory than there is; 0: "
         "never. guide/priority.md.",
-    ] = 20.0
+    ] = 120.0
     compile_timeout_s: Annotated[
         Seconds,
         "Longest silence of an engine that compiles, or has just started, before it is checked for "
