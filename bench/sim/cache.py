@@ -45,6 +45,9 @@ class BlockCache:
     def __len__(self) -> int:
         return len(self._blocks)
 
+    def __contains__(self, key: int) -> bool:
+        return key in self._blocks
+
     def match(self, keys: Sequence[int], length: int) -> int:
         """How many of the first `length` keys are held, counted from the front."""
         low, high = 0, length
@@ -111,6 +114,21 @@ class BlockCache:
         if parent is not None:
             parent.used_at = now
             self._offer(parent)
+
+    def drop(self, keys: Sequence[int]) -> list[int]:
+        """Drops the last of these blocks as far as nothing else needs them; returns their keys."""
+        dropped = []
+        for key in reversed(keys[: self.match(keys, len(keys))]):
+            block = self._blocks[key]
+            if block.children or block.holders:
+                break
+            del self._blocks[key]
+            dropped.append(key)
+            if block.parent is not None:
+                block.parent.children -= 1
+                block.parent.used_at = max(block.parent.used_at, block.used_at)
+                self._offer(block.parent)
+        return dropped
 
     def clear(self) -> list[int]:
         """Drops all that no running request protects; returns the keys, children first."""

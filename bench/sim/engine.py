@@ -8,6 +8,11 @@ a batch computed is held when it ends: two requests of one batch compute a share
 beginning twice. Decoding pauses while a batch runs; a step takes `decode_base_s`
 and a share a running request. Attention's growth with the context is left out.
 
+With `host_tokens` everything that is computed is copied to host memory, too (HiCache's
+`write_through`), and a request loads from there what the device has lost. With `pin_ttl_s` the
+prompt of each request is pinned as our engines pin it (`radix.pins`): within a budget, and never at
+the cost of a live request.
+
     waiting --batch--> prefilling --last chunk--> running --last token--> done
                           ^    |                  "first"                "done"
                           +----+ next chunk
@@ -17,14 +22,17 @@ from __future__ import annotations
 
 import heapq
 import math
+import sys
+from array import array
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Literal, NamedTuple
 
 from bench.sim.cache import BlockCache
-from bench.sim.prompts import BLOCK_TOKENS
+from bench.sim.prompts import BLOCK_TOKENS, BYTES_PER_TOKEN
 from bench.sim.segments import Load, SegmentFeed
+from radix.pins import Pin, Pins
 from scheduler.order import Waiting, in_order, window_of
 from sgl_ext.reading.segments import Chain
 
@@ -32,7 +40,7 @@ from sgl_ext.reading.segments import Chain
 @dataclass(frozen=True, slots=True)
 class EngineConfig:
     """Times in seconds, sizes in tokens. aging_s: above 0, requests wait in the order of our
-    engines, with this setting; else the first comes first."""
+    engines, with this setting; else the first comes first. pin_share: of the memory, for pins."""
 
     capacity_tokens: int = 1_500_000
     max_running: int = 64
@@ -42,6 +50,11 @@ class EngineConfig:
     decode_base_s: float = 0.006
     decode_per_request_s: float = 0.000_1
     aging_s: float = 0.0
+    host_tokens: int = 0
+    load_tokens_per_s: float = 400_000.0
+    pin_ttl_s: float = 0.0
+    pin_share: float = 1 / 3
+    block_tokens: int = BLOCK_TOKENS
 
     def at_speed(self, speed: float) -> EngineConfig:
         """An engine with the same memory that computes at so much of the speed."""
@@ -62,21 +75,23 @@ class Request:
     prompt_tokens: int
     output_tokens: int
     chain: Chain = field(default_factory=Chain)
+    block_tokens: int = BLOCK_TOKENS
     cached_tokens: int = 0
     computed: int = 0  # tokens of the prompt that are in memory
     reserved: int = 0  # blocks set aside for what is not held yet
     locked: int = 0  # how many of `keys` are locked
+    loaded: int = 0  # blocks that come from the host
     expected: int = 0  # uncached tokens as seen on arrival, the engine's idea of what is pending
     arrived_s: float = 0.0
 
     @property
     def prompt_blocks(self) -> int:
         """Full blocks that may come from the cache: the last token is always computed."""
-        return (self.prompt_tokens - 1) // BLOCK_TOKENS
+        return (self.prompt_tokens - 1) // self.block_tokens
 
     @property
     def all_blocks(self) -> int:
-        return (self.prompt_tokens + self.output_tokens - 1) // BLOCK_TOKENS
+        return (self.prompt_tokens + self.output_tokens - 1) // self.block_tokens
 
 
 class Event(NamedTuple):
@@ -92,8 +107,11 @@ class Engine:
 
     def __init__(self, config: EngineConfig | None = None) -> None:
         self.config = config or EngineConfig()
-        self.cache = BlockCache(self.config.capacity_tokens // BLOCK_TOKENS)
-        self.segments = SegmentFeed()
+        self.cache = BlockCache(self.config.capacity_tokens // self.config.block_tokens)
+        self.host = BlockCache(self.config.host_tokens // self.config.block_tokens)
+        self.segments = SegmentFeed(self.config.block_tokens)
+        budget = int(self.cache.capacity * self.config.pin_share)
+        self.pins = Pins(budget_tokens=budget)
         self.prefill_s = 0.0
         self.prefill_tokens = 0
         self.finished = 0
@@ -115,15 +133,16 @@ class Engine:
             running,
             len(self._waiting),
             self._pending,
-            used * BLOCK_TOKENS,
+            used * self.config.block_tokens,
             self.config.capacity_tokens,
             self.prefill_tokens,
             self.prefill_s,
+            self.config.host_tokens,
         )
 
     def cached_tokens(self, request: Request) -> int:
         """How much of a prompt would come from the cache if it were computed now."""
-        return self.cache.match(request.keys, request.prompt_blocks) * BLOCK_TOKENS
+        return self.cache.match(request.keys, request.prompt_blocks) * self.config.block_tokens
 
     def submit(self, request: Request, now: float) -> list[Event]:
         """Queues a request. One that could never fit is refused at once."""
@@ -162,7 +181,12 @@ class Engine:
 
     def flush(self) -> None:
         """Forgets everything that no request is using."""
-        self.segments.removed(self.cache.clear())
+        self._unlock(self.pins.clear())
+        self.segments.removed([*self.cache.clear(), *self.host.clear()])
+
+    def close(self, keys: Sequence[int]) -> None:
+        """A session has ended: forgets what it alone has used, as far as nothing protects it."""
+        self._lost(self.cache.drop(keys))
 
     def _step_s(self) -> float:
         return self.config.decode_base_s + self.config.decode_per_request_s * len(self._running)
@@ -191,6 +215,10 @@ class Engine:
             config = self.config
             tokens = sum(share for _, share in self._batch)
             lasts = config.prefill_base_s + tokens / config.prefill_tokens_per_s
+            loaded = sum(request.loaded for request, _ in self._batch)
+            lasts += loaded * self.config.block_tokens / config.load_tokens_per_s
+            for request, _ in self._batch:
+                request.loaded = 0
             self.prefill_s += lasts
             self.prefill_tokens += tokens
             self._batch_ends = self._now + lasts
@@ -210,21 +238,67 @@ class Engine:
 
     def _admit(self, request: Request) -> bool:
         """Takes memory for the whole request, as the cache stands now."""
+        self._unlock(self.pins.expire(self._now))
         matched = self.cache.match(request.keys, request.prompt_blocks)
         if matched:
             self.cache.lock(request.keys[matched - 1])
         # One block more: the text beyond the last full one needs memory, too.
         needed = request.all_blocks - matched + 1
-        enough, evicted = self.cache.reserve(needed)
+        enough, evicted = self._reserve(needed)
         if not enough:
             if matched:
                 self.cache.unlock(request.keys[matched - 1], self._now)
             return False
-        self.segments.removed(evicted)
+        self._lost(evicted)
+        if len(self.pins):
+            self.pins.hit(0, _key(request.keys, matched), self._now, matched)
+        on_host = self.host.match(request.keys, request.prompt_blocks) if self.host.capacity else 0
+        request.loaded = max(0, on_host - matched)
         request.locked, request.reserved = matched, needed
-        request.computed = request.cached_tokens = matched * BLOCK_TOKENS
+        request.computed = request.cached_tokens = (
+            matched + request.loaded
+        ) * self.config.block_tokens
         self._pending += request.prompt_tokens - request.computed - request.expected
         return True
+
+    def _reserve(self, blocks: int) -> tuple[bool, list[int]]:
+        """Memory for a request: pins give way to it, as few as needed, if it fits without any."""
+        done = self.cache.reserve(blocks)
+        if done[0] or not len(self.pins):
+            return done
+        pinned = self.pins.in_turns()
+        if self.cache.protected + self.cache.reserved + blocks - self.pins.tokens > (
+            self.cache.capacity
+        ):
+            return done
+        for pin in pinned:
+            self.pins.release(pin)
+            self._unlock([pin])
+            done = self.cache.reserve(blocks)
+            if done[0]:
+                break
+        return done
+
+    def _pin(self, request: Request) -> None:
+        """Pins a prompt that was computed at its marks: after the instructions, and at its end."""
+        if not self.config.pin_ttl_s:
+            return
+        head = request.chain.head_segments
+        ends = (
+            [request.chain.ends[head - 1] // (BYTES_PER_TOKEN * self.config.block_tokens)]
+            if head
+            else []
+        )
+        for blocks in {*ends, request.prompt_blocks} - {0}:
+            key = _key(request.keys, blocks)
+            grant = self.pins.grant(0, key, self.config.pin_ttl_s, self._now, label=key[-8:])
+            self._unlock(grant.released)
+            if grant.is_new:
+                self.cache.lock(request.keys[blocks - 1])
+
+    def _unlock(self, pins: Sequence[Pin]) -> None:
+        for pin in pins:
+            self.cache.unlock(int.from_bytes(pin.label, sys.byteorder), pin.used_s)
 
     def _end_batch(self, events: list[Event]) -> None:
         batch, self._batch, self._batch_ends = self._batch, [], math.inf
@@ -232,12 +306,13 @@ class Engine:
             request.computed += share
             self._pending -= share
             whole = request.computed == request.prompt_tokens
-            done = request.prompt_blocks if whole else request.computed // BLOCK_TOKENS
+            done = request.prompt_blocks if whole else request.computed // self.config.block_tokens
             self._hold(request, done)
             self.segments.stored(request.chain, request.keys, done)
             if not whole:
                 self._half_done = request
                 continue
+            self._pin(request)
             events.append(Event(self._now, "first", request))
             if request.output_tokens <= 1:
                 self._finish(request, events)
@@ -254,10 +329,29 @@ class Engine:
         self.cache.release(blocks - request.locked)
         request.reserved -= blocks - request.locked
         self.cache.insert(request.keys, request.locked, blocks, self._now)
+        if self.host.capacity:
+            self._copy(request.keys, blocks)
         self.cache.lock(request.keys[blocks - 1])
         if request.locked:
             self.cache.unlock(request.keys[request.locked - 1], self._now)
         request.locked = blocks
+
+    def _copy(self, keys: Sequence[int], blocks: int) -> None:
+        """Copies the first blocks of a request to the host, which forgets others for them."""
+        held = self.host.match(keys, blocks)
+        if held:
+            self.host.lock(keys[held - 1])
+        enough, evicted = self.host.reserve(blocks - held)
+        if enough:
+            self.segments.removed(key for key in evicted if key not in self.cache)
+            self.host.release(blocks - held)
+            self.host.insert(keys, held, blocks, self._now)
+        if held:
+            self.host.unlock(keys[held - 1], self._now)
+
+    def _lost(self, keys: Sequence[int]) -> None:
+        """Blocks left the device. What the host has of them is still held."""
+        self.segments.removed(key for key in keys if key not in self.host)
 
     def _finish(self, request: Request, events: list[Event]) -> None:
         self._hold(request, request.all_blocks)
@@ -266,3 +360,8 @@ class Engine:
             self.cache.unlock(request.keys[request.locked - 1], self._now)
         self.finished += 1
         events.append(Event(self._now, "done", request))
+
+
+def _key(keys: Sequence[int], blocks: int) -> bytes:
+    """The first blocks of a request as `radix.pins` takes a prefix: a block is a token there."""
+    return array("Q", keys[:blocks]).tobytes()

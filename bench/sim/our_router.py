@@ -188,6 +188,7 @@ class AdmittingRouter(OurRouter):
             "capacity_tokens": load.capacity_tokens,
             "prefill_tokens": load.prefill_tokens,
             "prefill_ms": round(1000 * load.prefill_s),
+            "host_capacity_tokens": load.host_capacity_tokens,
         }
 
 

@@ -4,6 +4,9 @@ RoundRobin      each worker in turn
 LeastLoaded     the fewest requests under way
 PowerOfTwo      the one of two by chance with fewer requests under way
 Sticky          the worker where an agent began: it knows conversations by heart
+StickyUntilSaturated
+                the same, as llm-d's scheduler does it: an agent moves for good to the worker with
+                the fewest requests under way when its own has more than twice the mean of them
 CacheAware      sglang-router's default: the longest match by a tree of what was sent, if it is long
                 enough, otherwise the worker with the smallest tree; by load where that differs much
 LMetric         the least product of the tokens to prefill and the requests under way, by the
@@ -101,6 +104,23 @@ class Sticky:
             agents = Counter(self._home.values())
             self._home[call.agent] = min(range(len(engines)), key=lambda each: agents[each])
         return self._home[call.agent]
+
+
+class StickyUntilSaturated(Counting):
+    FACTOR, LEAST = 2.0, 4
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._home: dict[int, int] = {}
+
+    def __call__(self, call: Call, engines: Sequence[Engine], now: float) -> int:
+        there = self.there(engines)
+        home = self._home.get(call.agent)
+        mean = sum(self.under_way[worker] for worker in there) / len(there)
+        most = max(self.FACTOR * mean, self.LEAST)
+        if home is None or home in self.away or self.under_way[home] > most:
+            home = self._home[call.agent] = self.least(there)
+        return home
 
 
 class CacheAware(Counting):

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from typing import NamedTuple
 
-from bench.sim.prompts import BLOCK_BYTES, BLOCK_TOKENS
+from bench.sim.prompts import BLOCK_TOKENS, BYTES_PER_TOKEN
 from radix.index import PrefixIndex
 from sgl_ext.reading.segments import Chain
 
@@ -35,6 +35,7 @@ class Load(NamedTuple):
     capacity_tokens: int
     prefill_tokens: int = 0
     prefill_s: float = 0.0
+    host_capacity_tokens: int = 0
 
 
 class Line(NamedTuple):
@@ -59,7 +60,8 @@ def apply_line(index: PrefixIndex, worker: int, line: Line) -> None:
 class SegmentFeed:
     """`take()` returns what changed since the last `take()`: removed first, then stored."""
 
-    def __init__(self) -> None:
+    def __init__(self, block_tokens: int = BLOCK_TOKENS) -> None:
+        self._block_tokens = block_tokens
         self.held: dict[int, Stored] = {}  # parents stand before their children
         self._by_block: dict[int, list[int]] = {}
         self._new: dict[int, Stored] = {}
@@ -69,11 +71,11 @@ class SegmentFeed:
         """The first `blocks` of a request's keys are held: so are the segments up to there."""
         parent = None
         for segment, end in zip(chain.hashes, chain.ends, strict=True):
-            needed = max(1, end // BLOCK_BYTES)
+            needed = max(1, end // (BYTES_PER_TOKEN * self._block_tokens))
             if needed > blocks:
                 return
             if segment not in self.held:
-                record = Stored(segment, parent, needed * BLOCK_TOKENS)
+                record = Stored(segment, parent, needed * self._block_tokens)
                 self.held[segment] = self._new[segment] = record
                 self._by_block.setdefault(keys[needed - 1], []).append(segment)
             parent = segment

@@ -28,7 +28,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from random import Random
-from typing import Any
+from typing import Any, NamedTuple
 
 from bench.sim.engine import Engine, EngineConfig, Event, Request
 from bench.sim.segments import Line
@@ -36,6 +36,18 @@ from bench.trace.agents import Agent
 from bench.trace.calls import Call, Ideal, Loop
 
 Policy = Callable[[Call, Sequence[Engine], float], int]
+
+
+class Answer(NamedTuple):
+    """A call that was answered: when it was sent, and when its first and last token came."""
+
+    call: Call
+    sent_s: float
+    first_s: float
+    ended_s: float
+    cached_tokens: int
+
+
 RECONNECT_S = 0.5
 TICK_S = 0.1
 
@@ -116,6 +128,7 @@ class Run:
     cached, cached_of_all: tokens read and tokens of prompts, of calls that count and of all.
     lines, segments: what the policy was sent of engines' events.
     ended_s: when each agent's last answer was complete.
+    answers: all of them, in the order of their ends.
     """
 
     def __init__(
@@ -134,6 +147,8 @@ class Run:
         self.ttft_ms: list[float] = []
         self.total_ms: list[float] = []
         self.ended_s: dict[int, float] = {}
+        self.answers: list[Answer] = []
+        self._first_s: dict[Request, float] = {}
         self._loop = Loop(agents)
         self._calls = calls
         self._policy = policy
@@ -226,6 +241,7 @@ class Run:
     def _send(self, call: Call, now: float) -> None:
         shown = call if self.session_header else replace(call, session="")
         request = Request(call.keys, call.prompt_tokens, call.output_tokens, call.chain)
+        request.block_tokens = self.engines[0].config.block_tokens
         self._sent[request] = (shown, now)
         if not self._queues(shown, partial(self._place, shown, request)):
             self._place(shown, request, self._policy(shown, self.engines, now))
@@ -250,12 +266,15 @@ class Run:
             if kind == "refused":
                 raise RuntimeError(f"larger than an engine's memory: {request.prompt_tokens}")
             if kind == "first":
+                self._first_s[request] = at
                 if self._counts(call):
                     self.ttft_ms.append((at - sent) * 1000)
                 self._tell["first_byte"](call, worker, at)
                 continue
             del self._sent[request]
             self.answered += 1
+            first_s = self._first_s.pop(request)
+            self.answers.append(Answer(call, sent, first_s, at, request.cached_tokens))
             if self._counts(call):
                 self.total_ms.append((at - sent) * 1000)
             self._add_up(request, is_counted=self._counts(call))

@@ -1,0 +1,1 @@
+"""Recorded sessions of coding agents, played again: on one engine, and through routers."""
