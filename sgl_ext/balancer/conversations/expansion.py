@@ -193,10 +193,11 @@ class Expander:
             return None
         return Named(previous, context, is_thread, items)
 
-    def has_turns(self, path: str, *, remembers: bool = False) -> bool:
-        """Whether a request that names nothing may still be a turn to store, for `expand`."""
+    def has_turns(self, path: str, *, remembers: bool = False, may_name: bool = True) -> bool:
+        """Whether a request may be a turn to store, for `expand`. may_name: whether it has a field
+        that could name what is stored: a turn of /v1/messages has one, `thread`."""
         if self.keeps_turns:
-            return path in _TURNS
+            return path in (_TURNS if may_name else _RESPONSES)
         return remembers and path in RESPONSES.paths
 
     def expand(

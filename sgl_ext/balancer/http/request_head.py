@@ -18,6 +18,7 @@ from http import HTTPStatus
 from typing import Any, NamedTuple, TypeVar
 
 import httptools
+import xxhash
 
 from sgl_ext.protocols import request_ids
 from sgl_ext.protocols.errors import BalancerError
@@ -29,6 +30,7 @@ from sgl_ext.reading.protocol import ErrorShape
 from sgl_ext.wire.headers import OF_REQUESTS
 
 T = TypeVar("T")
+V = TypeVar("V")
 
 _ID = request_ids.HEADER.encode()
 _PARENT, _STATE = (name.encode() for name in request_ids.TRACE_HEADERS)
@@ -97,6 +99,8 @@ _NOT_UPSTREAM = (
     | {name.encode() for name in OF_REQUESTS}
 )
 LENGTH = re.compile(rb"\r\n[Cc]ontent-[Ll]ength: ([0-9]{1,15})\r\n")
+# Headers that decide on the answer besides the hints.
+_DECIDING = (b"anthropic-version", b"anthropic-beta", b"accept", b"x-sgl-ext-context")
 _MAX_CACHED = 1024
 # A longer head is parsed each time, so that the cache stays small.
 _MAX_CACHED_BYTES = 4096
@@ -148,16 +152,28 @@ class RequestHead:
         return read_headers(self.fields)
 
     @cached_property
+    def copies_hash(self) -> "xxhash.xxh3_128":
+        """What two copies of a request have in common in their heads; `hints` include the session.
+        Copy it before you update it."""
+        hints = "".join(f"\n{name}: {value}" for name, value in sorted(self.hints.items()))
+        found = xxhash.xxh3_128(f"{self.method}\n{self.tenant}{hints}\n".encode())
+        found.update(self.target)
+        for name in _DECIDING:
+            found.update(b"\n%b" % self.fields.get(name, b""))
+        found.update(b"\n\n")
+        return found
+
+    @cached_property
     def errors(self) -> ErrorShape:
         """How errors of its path are worded."""
         return errors_of(self.path)
 
-    def derived(self, make: "Callable[[RequestHead], T]") -> T:
-        """What `make` returns for this head: it is called once for all requests with the head. Give
-        the same function always. Its result must depend on the head and the settings alone: when
-        these change, the cache of heads is emptied."""
+    def derived(self, make: "Callable[[V, RequestHead], T]", value: V) -> T:
+        """What `make` returns for this value and this head: it is called once for all requests with
+        the head. Give the same function and value always. The result must depend on the head and
+        the settings alone: when these change, the cache of heads is emptied."""
         if self._derived is None:
-            self._derived = make(self)
+            self._derived = make(value, self)
         found: T = self._derived
         return found
 
@@ -180,6 +196,7 @@ class RequestHead:
         self.headers = theirs + added
         self.fields = dict(self.headers)
         self.__dict__.pop("hints", None)
+        self.__dict__.pop("copies_hash", None)
         self.begun = None, b""
         self.upstream_lines = header_lines(theirs, _NOT_UPSTREAM) + header_lines(added, ())
 

@@ -12,8 +12,6 @@ import time
 from collections.abc import Callable
 from typing import Protocol
 
-import xxhash
-
 from sgl_ext.balancer.http.request_head import RequestHead
 from sgl_ext.supervision import Failed, Guard
 
@@ -87,18 +85,11 @@ class Heartbeats:
 MOST_LEFT = 256
 MAX_SENT_BYTES = 256 * 1024
 """What a copy may have sent so that it can be taken over."""
-# Headers that decide on the answer besides the hints.
-_DECIDING = (b"anthropic-version", b"anthropic-beta", b"accept", b"x-sgl-ext-context")
 
 
 def copy_key(head: RequestHead, body: bytes | bytearray) -> bytes:
     """Equal for two copies of a request."""
-    hints = "".join(f"\n{name}: {value}" for name, value in sorted(head.hints.items()))
-    found = xxhash.xxh3_128(f"{head.method}\n{head.tenant}{hints}\n".encode())
-    found.update(head.target)
-    for name in _DECIDING:
-        found.update(b"\n%b" % head.fields.get(name, b""))
-    found.update(b"\n\n")
+    found = head.copies_hash.copy()
     found.update(body)
     return found.digest()
 

@@ -1,7 +1,6 @@
 """Prepares a request from its body's reading, before it is placed: its route and its charge."""
 
 from collections.abc import Mapping
-from functools import partial
 
 import msgspec
 
@@ -74,7 +73,7 @@ def plan_of(services: Services, head: RequestHead, *, remembers: bool = False) -
     """
     if head.route is None or not head.route.placed:
         return None
-    plan = head.derived(partial(_make_plan, services))
+    plan = head.derived(_make_plan, services)
     return plan._replace(remembers=True) if remembers else plan
 
 

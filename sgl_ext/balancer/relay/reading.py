@@ -240,7 +240,7 @@ class BodyReader:
         if plan.warms and (detected := _prefill_protocol(plan, document)) is not None:
             protocol, path = detected, detected.paths[0]
         may_name = type(document) is dict and not _NAMING.isdisjoint(document)
-        has_turns = self.expander.has_turns(path, remembers=plan.remembers)
+        has_turns = self.expander.has_turns(path, remembers=plan.remembers, may_name=may_name)
         if found is None and (may_name or has_turns):
             named = self.expander.names(path, document, remembers=plan.remembers)
             if named is not None:
