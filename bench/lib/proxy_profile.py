@@ -152,9 +152,7 @@ class _Pair:
             del buffer
             self._downstream.buffer_updated(size)
             rest = rest[size:]
-        await asyncio.sleep(0)  # it is read and sent
         self._upstream.data_received(WHOLE)
-        await asyncio.sleep(0)
         assert self._client.written, "it is answered at once"
         self._client.written = 0
         self._upstream.sweeps = 0

@@ -5,7 +5,6 @@ The two connections, the exchange between them and the caches of heads are the b
 
 from __future__ import annotations
 
-import asyncio
 import re
 from types import SimpleNamespace
 from typing import Any
@@ -26,7 +25,6 @@ from tests.fuzz.oracle import comparable, equal, events, oracle
 _LIMIT_BODY = 1000
 _LINE_ENDS = re.compile(rb"(^|\r\n\r\n)[\r\n]+(?=HTTP/)")
 _POOL = ConnectionPool("http://engine:1")
-_LOOP = asyncio.new_event_loop()
 
 
 class _Transport:
@@ -115,16 +113,6 @@ class _Server:
 
 def check_answer(stream: bytes, pieces: list[bytes], method: bytes, version: bytes) -> bool:
     """Compares what the two read. Returns whether the balancer passed the answer on."""
-    return _LOOP.run_until_complete(_check_answer(stream, pieces, method, version))
-
-
-async def _take_turns() -> None:
-    """Lets an exchange go on with what it has."""
-    for _ in range(3):
-        await asyncio.sleep(0)
-
-
-async def _check_answer(stream: bytes, pieces: list[bytes], method: bytes, version: bytes) -> bool:
     server = _Server(_POOL)
     engine, client = _Transport(), _Transport()
     upstream, downstream = UpstreamConnection(_POOL), DownstreamConnection(server)
@@ -134,15 +122,12 @@ async def _check_answer(stream: bytes, pieces: list[bytes], method: bytes, versi
     asked = b"%b /x %b\r\nhost: here\r\n\r\n" % (method, version)
     downstream.get_buffer(0)[: len(asked)] = asked
     downstream.buffer_updated(len(asked))
-    await _take_turns()
     for piece in pieces:
         if piece and not engine.is_closed:
             upstream.data_received(piece)
-            await _take_turns()
     is_reused = upstream in _POOL._idle
     if not is_reused and not engine.is_closed:
         upstream.connection_lost(None)
-        await _take_turns()
     _POOL._idle.clear()
     _POOL.connections.clear()
     (exchange,) = server.exchanges
