@@ -19,7 +19,6 @@ FLEET = "fleet"
 FLEET_SERVES = "all engines serve"
 """What it logs once they do."""
 READY = "ready"
-
 # Text that SGLang logs when a stage begins, the first stage first.
 _STAGES = (
     ("", "importing"),
@@ -40,11 +39,6 @@ _NOTE = re.compile(r"^(?:\[[^\]\n]*\] )?sgl-ext: ([^\n]+)\n", re.MULTILINE)
 _MOST_NOTES = 32
 _MOST_BYTES = 1 << 20
 _OVERLAP_CHARS = 1000  # a line that is half written is read again
-
-
-def stage_of(child: "Child") -> tuple[str, float | None]:
-    """The stage of a child's start, and how much of that stage is done, from 0 to 1, if known."""
-    return child.start_log.stage()
 
 
 class StartLog:
@@ -219,3 +213,8 @@ class Child:
         assert self._process is not None, "only a started child has a group"
         with suppress(ProcessLookupError, PermissionError):
             os.killpg(self._process.pid, signal.SIGKILL)
+
+
+def stage_of(child: Child) -> tuple[str, float | None]:
+    """The stage of a child's start, and how much of that stage is done, from 0 to 1, if known."""
+    return child.start_log.stage()

@@ -20,7 +20,7 @@ from sgl_ext.reading.client import NO_FACTS, OF_NO_AGENT, OF_SUBAGENTS, SDK, UNK
 from sgl_ext.reading.usage import Usage
 
 INTERVAL_S = 10
-LENGTH = 360
+HISTORY_INTERVALS = 360
 _RECENT = 6
 GROWTH = 1.1
 _SHORTEST_S = 0.0001
@@ -63,7 +63,9 @@ class History:
             counts[bucket] = counts.get(bucket, 0) + 1
 
     def _begin(self, number: float) -> _Interval:
-        for old in [each for each in self._intervals if not number - LENGTH <= each <= number]:
+        for old in [
+            each for each in self._intervals if not number - HISTORY_INTERVALS <= each <= number
+        ]:
             del self._intervals[old]
         interval = self._intervals[number] = ([0, 0, 0, 0], {})
         return interval
@@ -87,7 +89,7 @@ def series(documents: Iterable[Mapping[str, Any]], now_s: float) -> dict[str, An
     documents = list(documents)
     end = int(now_s) // INTERVAL_S
     began = min((document["started_s"] for document in documents), default=now_s)
-    first = max(end - LENGTH, int(began) // INTERVAL_S)
+    first = max(end - HISTORY_INTERVALS, int(began) // INTERVAL_S)
     found: dict[int, _Interval] = {}
     for document in documents:
         for number, sums, counts in document["intervals"]:
@@ -317,7 +319,7 @@ def _share(part: int, whole: int) -> float | None:
 
 
 HIT_RATE_S = 10.0
-SAMPLES = 30
+HIT_RATE_SAMPLES = 30
 
 Pair = tuple[int, int]
 
@@ -339,7 +341,7 @@ class HitRates:
         if now_s - self._sampled_s < HIT_RATE_S:
             return
         self._sampled_s = now_s
-        nothing: deque[Pair] = deque([(0, 0)], maxlen=SAMPLES)
+        nothing: deque[Pair] = deque([(0, 0)], maxlen=HIT_RATE_SAMPLES)
         self._samples = {name: self._samples.get(name) or nothing.copy() for name in engines}
         for name, samples in self._samples.items():
             samples.append(self._totals(name))

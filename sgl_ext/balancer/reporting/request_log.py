@@ -207,7 +207,7 @@ def _line_at(file: int, offset: int) -> bytes | None:
     return line if is_whole else None
 
 
-LINES = 3
+LINES_PER_CAUSE = 3
 """The most lines of one cause between two sweeps."""
 _MOST_CAUSES = 100
 _OTHERS = "other causes"
@@ -225,7 +225,7 @@ class SampledLog:
         if len(self._seen) >= _MOST_CAUSES and (message, cause) not in self._seen:
             cause = _OTHERS
         self._seen[message, cause] += 1
-        if self._seen[message, cause] <= LINES:
+        if self._seen[message, cause] <= LINES_PER_CAUSE:
             shown = {
                 name: value[:_LONGEST] if isinstance(value, str) else value
                 for name, value in fields.items()
@@ -235,8 +235,8 @@ class SampledLog:
     def sweep(self) -> None:
         """Logs how many lines were left out since the last call. Call it once a second."""
         for (message, cause), count in self._seen.items():
-            if count > LINES:
-                extra = {"cause": cause[:_LONGEST], "left_out": count - LINES}
+            if count > LINES_PER_CAUSE:
+                extra = {"cause": cause[:_LONGEST], "left_out": count - LINES_PER_CAUSE}
                 log.warning("%s: more of them", message, extra=extra)
         self._seen.clear()
 

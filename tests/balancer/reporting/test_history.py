@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from sgl_ext.balancer.reporting.activity import INTERVAL_S, LENGTH, History, series
+from sgl_ext.balancer.reporting.activity import HISTORY_INTERVALS, INTERVAL_S, History, series
 
 START_S = 1_000_000.0
 
@@ -48,22 +48,22 @@ def test_a_request_without_a_ttft_counts_as_a_request() -> None:
 
 def test_it_is_an_hour_long() -> None:
     history = History(START_S)
-    for number in range(2 * LENGTH):
+    for number in range(2 * HISTORY_INTERVALS):
         history.add(START_S + number * INTERVAL_S, 0.1, prompt=10, cached=number % 10, output=0)
     document = history.as_json()
-    assert len(document["intervals"]) <= LENGTH + 1
-    shown = series([document], START_S + 2 * LENGTH * INTERVAL_S)
-    assert len(shown["hit_rate"]) == LENGTH
+    assert len(document["intervals"]) <= HISTORY_INTERVALS + 1
+    shown = series([document], START_S + 2 * HISTORY_INTERVALS * INTERVAL_S)
+    assert len(shown["hit_rate"]) == HISTORY_INTERVALS
     assert shown["hit_rate"][-1] == 0.9
-    late = series([document], START_S + 9 * LENGTH * INTERVAL_S)
+    late = series([document], START_S + 9 * HISTORY_INTERVALS * INTERVAL_S)
     assert set(late["requests_per_s"]) == {0.0}
 
 
 def test_a_clock_that_jumps_back_leaves_it_bounded() -> None:
     history = History(START_S)
-    for number in range(3 * LENGTH, 0, -1):
+    for number in range(3 * HISTORY_INTERVALS, 0, -1):
         history.add(START_S + number * INTERVAL_S, 0.1, prompt=0, cached=0, output=0)
-    assert len(history.as_json()["intervals"]) <= LENGTH + 1
+    assert len(history.as_json()["intervals"]) <= HISTORY_INTERVALS + 1
 
 
 def test_the_last_minute_is_summed() -> None:

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from sgl_ext.balancer.reporting.request_log import LINES, SampledLog
+from sgl_ext.balancer.reporting.request_log import LINES_PER_CAUSE, SampledLog
 
 
 def _causes(caplog: pytest.LogCaptureFixture) -> list[tuple[str, Any]]:
@@ -23,9 +23,11 @@ def test_of_each_cause_a_few_lines_are_logged_and_the_rest_counted(
     for number in range(10):
         sampled.add(logging.WARNING, "request rejected", "the queue is full", request=str(number))
     sampled.add(logging.WARNING, "request rejected", "no engine")
-    assert _causes(caplog) == [("the queue is full", None)] * LINES + [("no engine", None)]
+    assert _causes(caplog) == [("the queue is full", None)] * LINES_PER_CAUSE + [
+        ("no engine", None)
+    ]
     sampled.sweep()
-    assert _causes(caplog) == [("the queue is full", 10 - LINES)]
+    assert _causes(caplog) == [("the queue is full", 10 - LINES_PER_CAUSE)]
     sampled.sweep()
     sampled.add(logging.WARNING, "request rejected", "the queue is full")
     assert _causes(caplog) == [("the queue is full", None)]
@@ -35,6 +37,6 @@ def test_causes_without_end_are_counted_as_one(caplog: pytest.LogCaptureFixture)
     sampled = SampledLog()
     for number in range(1000):
         sampled.add(logging.WARNING, "attempt failed", str(number))
-    assert len(_causes(caplog)) == 100 + LINES
+    assert len(_causes(caplog)) == 100 + LINES_PER_CAUSE
     sampled.sweep()
-    assert _causes(caplog) == [("other causes", 900 - LINES)]
+    assert _causes(caplog) == [("other causes", 900 - LINES_PER_CAUSE)]
