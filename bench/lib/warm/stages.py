@@ -78,7 +78,7 @@ OURS = {
     "sgl_ext.engine.scheduler.iteration:take_orders": "scheduler events",
     "sgl_ext.engine.scheduler.priority:order_queue": "scheduler order",
     # The output is sent: the turn waits for the HTTP process, not for this.
-    "sgl_ext.engine.scheduler.first_token:run_deferred": BETWEEN,
+    "sgl_ext.engine.scheduler.first_token:Deferred.run": BETWEEN,
 }
 """Functions of ours."""
 
