@@ -83,7 +83,7 @@ class Group(NamedTuple):
 
 
 START = Group("start")
-LOG = Group("log of a start", "the log of a start is longer")
+LOG = Group("log of a start", "the log does not say which parsers `auto` found")
 HINTS = Group("strip and hints")
 FIELDS = Group("ranges of fields")
 PINS = Group("pins")
@@ -105,7 +105,11 @@ LOGPROBS = Group("log probabilities", "streams of /v1/responses have no log prob
 ERRORS = Group("errors", "errors of /v1/responses have other statuses")
 WINDOW = Group("window", "prompts that memory does not hold are refused in other words")
 TEMPLATES = Group("templates", "messages that the chat template cannot say are lost or refused")
-TRANSLATION = Group("translation", "namespaces and deferral of tools are lost on /v1/responses")
+TRANSLATION = Group(
+    "translation",
+    "namespaces and deferral of tools are lost on /v1/responses; on /v1/messages a turn with "
+    "thinking is rendered otherwise than it was generated",
+)
 LAST_CHUNK = Group("last chunk", "what was computed last for a client that left is computed again")
 
 
@@ -118,6 +122,7 @@ class Part(NamedTuple):
 
 
 def before(group: Group, function: Callable[..., Any]) -> Part:
+    """The function gets the arguments."""
     return Part(group, function, "before")
 
 
@@ -217,7 +222,9 @@ _MAIN_SEAMS: dict[str, Seam] = {
     f"{_ENTRY}.engine.Engine._launch_subprocesses": Seam(
         "AFTER", (after(START, startup.await_acknowledgements),)
     ),
-    f"{_ENTRY}.engine._server_args_for_logging": Seam("AFTER", (after(LOG, startup.changed_args),)),
+    f"{_ENTRY}.engine._server_args_for_logging": Seam(
+        "AFTER", (after(START, startup.changed_args),)
+    ),
     f"{_ENTRY}.engine.resolve_auto_parsers": Seam("AROUND", (around(LOG, startup.report_parsers),)),
     f"{_ENTRY}.http_server._setup_and_run_http_server": Seam(
         "BEFORE", (before(START, http_server.extend),)
@@ -276,7 +283,9 @@ _MAIN_SEAMS: dict[str, Seam] = {
     _MESSAGES: Seam(
         "REPLACE",
         methods={
-            "_convert_to_chat_completion_request": (around(CACHES, translation.convert_messages),),
+            "_convert_to_chat_completion_request": (
+                around(TRANSLATION, translation.convert_messages),
+            ),
             "_handle_non_streaming": (around(MESSAGES, anthropic_answers.complete_answer),),
             "_convert_response": (around(MESSAGES, anthropic_answers.note_finish_reason),),
             "_generate_anthropic_stream": (around(MESSAGES, anthropic_answers.complete_stream),),
@@ -297,7 +306,7 @@ _MAIN_SEAMS: dict[str, Seam] = {
         "AROUND", (around(CACHES, cache_hooks.encode_segments),)
     ),
     f"{_TOKENIZERS}.PreTrainedTokenizerBase.encode": Seam(
-        "AROUND", (around(CACHES, cache_hooks.encode_text),)
+        "AROUND", (around(PINS, cache_hooks.encode_text),)
     ),
     f"{_RECIPE}.DeepSeekRecipe.__init__": Seam("AFTER", (after(CACHES, cache_hooks.use_pieces),)),
     "jsonschema.Draft202012Validator.check_schema": Seam(
@@ -502,7 +511,7 @@ def _joined(seam: Seam) -> Callable[..., Any]:
     """The functions of a seam as one, as the registry takes it. Only hooks around a function may
     be several."""
     *outer, last = (part.function for part in seam.parts)
-    assert not outer or seam.kind == "AROUND", "several before or after a function"
+    assert not outer or {part.when for part in seam.parts} == {"around"}
     for function in reversed(outer):
         last = _nested(function, last)
     return last

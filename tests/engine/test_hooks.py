@@ -7,6 +7,7 @@ import sys
 import warnings
 from collections.abc import Iterator
 from importlib import import_module
+from pathlib import Path
 from types import ModuleType
 from typing import Any
 
@@ -130,3 +131,10 @@ def test_every_hook_is_listed(capsys: pytest.CaptureFixture[str]) -> None:
     assert "tool_choice.hold_choice" in line
     assert "pins: needed" in text
     assert "tool calls: may be off: " in text
+
+
+def test_a_page_says_what_clients_get_without_each_group() -> None:
+    page = (Path(__file__).parents[2] / "docs/how/engine.md").read_text()
+    for group in hooks.groups():
+        row = f"| {group.name} | {group.without} |" if group.without else group.name
+        assert row in page, group.name
