@@ -105,8 +105,9 @@ class Rows:
         assert len(order) == self._count == self._table.header[COUNT]
         assert sorted([*order, *self._free]) == [*range(1, len(self._high))]
         assert self._holders[NONE] == 0
-        pages = (self._slots[at : at + 512] for at in range(0, len(self._slots), 512))
-        used = [row for page in pages if page.tobytes().strip(b"\0") for row in page if row]
+        pages = (self._slots[at : at + 2048] for at in range(0, len(self._slots), 2048))
+        written = (page for page in pages if page.tobytes() != bytes(page.nbytes))
+        used = [row for page in written for row in page if row]
         assert sorted(used) == sorted(order)
         for row in order:
             assert self._row(self._low[row]) == row

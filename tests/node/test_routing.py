@@ -126,5 +126,5 @@ def test_a_request_that_makes_engines_fail_shuts_none_of_them_out(node: Node) ->
     while "suspected" not in states():
         answer = node.post("/generate", {"text": "go on", "sampling_params": sampling})
         assert answer.status_code == 500
-    until(are_well_again, limit_s=60)
+    until(are_well_again)
     assert "open" not in seen

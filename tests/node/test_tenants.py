@@ -159,7 +159,7 @@ def shared_by(office: Office, ask: Callable[[], int]) -> tuple[int, int]:
 
 def test_what_the_operator_lists_is_there_before_anybody_asks(office: Office) -> None:
     done = "sgl_ext_prefilled_ahead_tokens_total"
-    until(lambda: office.node.metric(done) > 200, limit_s=60)
+    until(lambda: office.node.metric(done) > 200)
     cached, listed = shared_by(office, lambda: office.cached("bob", MESSAGES, message(LISTED)))
     assert cached == listed > 200
 
@@ -246,7 +246,7 @@ def test_pins_are_seen_and_given_up_by_their_owner(office: Office) -> None:
         rows = office.ask(who, "GET", "/v1/pins").json()["pins"]
         return [row["prefix"] for row in rows if row["session"] == "mine"]
 
-    until(lambda: len(seen("alice")) == 1, limit_s=60)
+    until(lambda: len(seen("alice")) == 1)
     assert seen("bob") == []
     assert seen("root") == seen("alice")
     (prefix,) = seen("alice")
@@ -260,7 +260,7 @@ def test_pins_are_seen_and_given_up_by_their_owner(office: Office) -> None:
     office.cached("bob", MESSAGES, message(text()), **ending)
     assert seen("alice") == [prefix]
     assert gone("alice", "session=mine") == 1
-    until(lambda: seen("alice") == [], limit_s=60)
+    until(lambda: seen("alice") == [])
 
 
 def test_what_is_prefilled_ahead_is_its_tenants(office: Office) -> None:
@@ -278,7 +278,7 @@ def test_what_is_guessed_is_its_tenants(office: Office) -> None:
     asks = {"nvext": {"agent_hints": {"speculative_prefill": True}}, "regex": "[a-z]{6,9}"}
     first = chat(text(), **asks, **plain, max_tokens=200)
     said = office.ask("alice", "POST", CHAT, first).json()["choices"][0]["message"]["content"]
-    until(lambda: office.node.metric(ahead) > begun, limit_s=30)
+    until(lambda: office.node.metric(ahead) > begun)
     turn = [{"role": "assistant", "content": said or ""}, {"role": "user", "content": "Then?"}]
     second = {**chat(""), **plain, "messages": [*first["messages"], *turn]}
     assert office.cached("bob", CHAT, second) < _COLD
@@ -310,7 +310,7 @@ def test_the_balancer_knows_what_each_tenant_has_and_where(office: Office) -> No
         (worker,) = answer.json()["workers"]
         return int(worker["held_tokens"])
 
-    until(lambda: held("alice") > 200, limit_s=60)
+    until(lambda: held("alice") > 200)
     assert held("bob") == held("nobody") == 0
 
 
@@ -322,9 +322,9 @@ def test_limits_and_keys_hold_while_the_node_runs(office: Office) -> None:
     assert 1 <= int(refused.headers["retry-after"]) <= 60
 
     office.keys["new"], name = keys.add_key(office.path, "new")
-    until(lambda: office.ask("new", "POST", CHAT, chat("a")).ok, limit_s=60)
+    until(lambda: office.ask("new", "POST", CHAT, chat("a")).ok)
     keys.revoke_key(office.path, name)
-    until(lambda: office.ask("new", "GET", "/v1/models").status_code == 401, limit_s=60)
+    until(lambda: office.ask("new", "GET", "/v1/models").status_code == 401)
 
 
 def test_no_key_was_written_anywhere(office: Office) -> None:

@@ -418,5 +418,5 @@ def test_without_a_radix_cache_only_load_is_published_and_an_open_stream_delays_
         assert watch.held == {}
         assert not watch.ended
         os.kill(engine.server.pid, signal.SIGTERM)
-        until(lambda: not engine.server.running(), 60)
+        until(lambda: not engine.server.running())
         until(lambda: watch.ended)  # as a whole answer, not cut off
