@@ -11,7 +11,7 @@ from typing import Any
 
 from bench.report.charts import Chart, Figures, charts
 from bench.report.contents import SECTIONS, Section
-from bench.report.peers import IN_README, PEERS, peer_rows
+from bench.report.peers import PEERS, peer_rows
 from bench.report.plots import image_name
 from bench.report.tables import NO_DIFFERENCE, Table, shown, table
 
@@ -73,7 +73,7 @@ def figures_of(report: Report) -> dict[str, Figures]:
 
 def with_readme_part(readme: str, report: Report) -> str:
     """The README with its figures brought up to date."""
-    rows = peer_rows(_found(report))[:IN_README]
+    rows = peer_rows(_found(report))
     lines = [MADE, "", *table(_HEAD, rows), ""]
     if "gpu" not in figures_of(report):
         lines += [ON_A_CPU, ""]
@@ -147,7 +147,6 @@ def _against(report: Report) -> Iterator[str]:
     peers = (f"{peer.name} {versions.get(peer.key, '')} ({peer.what})" for peer in PEERS)
     yield "## Against whom\n"
     yield f"{', '.join(peers)}.\n"
-    yield "\n".join(table(_HEAD, peer_rows(_found(report)))) + "\n"
 
 
 def anchor(title: str) -> str:

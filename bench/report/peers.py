@@ -1,4 +1,4 @@
-"""Whom sgl-ext is compared with: one line for each comparison, three of them in the README."""
+"""Whom sgl-ext is compared with, and the README's table of three comparisons."""
 
 from __future__ import annotations
 
@@ -51,17 +51,6 @@ def _beside_batch(arm: str) -> Paths:
     return (("memory", "arms", arm, "interactive", "ttft_p50_ms"),)
 
 
-def _routed(router: str) -> Paths:
-    return (router, "ttft_p50_ms"), (router, "ttft_p99_ms")
-
-
-def _cost(proxy: str) -> Paths:
-    return (proxy, "300b", "cpu_us_per_request"), (proxy, "200kb", "cpu_us_per_request")
-
-
-_AHEAD, _LOOKUP = ("ttft_p50_ms",), ("by_workers", "1024")
-_ROUTERS = {"sglang_router": "sglang-router", "smg": "smg", "vllm_router": "vllm-router"}
-_GIVEN = {"vllm_router": ", with a session header"}
 _LINES = (
     _Line(
         "TTFT of a cached turn of 52K tokens, ms",
@@ -84,63 +73,7 @@ _LINES = (
         _beside_batch("stock_priority"),
         _beside_batch("ours"),
     ),
-    *(
-        _Line(
-            "cached share of a session under a flood",
-            name,
-            "pin_flood",
-            (("arms", key, "cached_share"),),
-            (("arms", "pinned", "cached_share"),),
-        )
-        for key, name in (
-            ("stock", "SGLang"),
-            ("stock_session", "SGLang, session radix cache"),
-            ("stock_priority", "SGLang, priority eviction"),
-        )
-    ),
-    _Line(
-        "cached share of pinned prefixes 4 times the cache",
-        "SGLang, HiCache",
-        "tiers",
-        (("arms", "stock_hicache", "cached_share"),),
-        (("arms", "ours_tiers", "cached_share"),),
-    ),
-    _Line(
-        "TTFT p50 of the next turn, prefilled ahead, ms",
-        "no prefill ahead",
-        "speculative_prefill",
-        (("arms", "off", *_AHEAD),),
-        (("arms", "ours", *_AHEAD),),
-    ),
-    *(
-        _Line(
-            "TTFT p50 / p99 of a team of agents on four engines, ms",
-            name + _GIVEN.get(key, ""),
-            "routing",
-            _routed(key),
-            _routed("ours"),
-        )
-        for key, name in _ROUTERS.items()
-    ),
-    _Line(
-        "CPU of the proxy for a body of 300 B / 200 KB, microseconds",
-        "vllm-router",
-        "proxy",
-        _cost("vllm_router"),
-        _cost("ours"),
-    ),
-    _Line(
-        "lookup in the prefix index for 1,024 engines, microseconds",
-        "Dynamo",
-        "index",
-        ((*_LOOKUP, "dynamo_us", "lookup_p50"),),
-        ((*_LOOKUP, "ours_us", "lookup_p50"),),
-    ),
 )
-
-
-IN_README = 3
-"""The first rows that the README has."""
 
 
 def peer_rows(found: Mapping[str, Figures | str]) -> list[tuple[str, str, str, str]]:
