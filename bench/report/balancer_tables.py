@@ -7,7 +7,7 @@ from typing import Any
 
 from bench.report.charts import DECISIONS, Figures, proxies, routers, size_of
 from bench.report.labels import label
-from bench.report.tables import Table, arms_table, look, named_table
+from bench.report.tables import Table, arms_table, look, middle, named_table
 
 
 def routing(found: Figures) -> Iterator[Table]:
@@ -34,10 +34,10 @@ def routing_harnesses(found: Figures) -> Iterator[Table]:
     for variant, of in found.items():
         if isinstance(of, Mapping):
             rows = [
-                (label(name), *(look(one, key) for key in columns.values()))
+                (label(name), *(middle(look(one, key)) for key in columns.values()))
                 for name, one in routers(of).items()
             ]
-            yield Table((label(variant), *columns), rows)
+            yield Table((f"{label(variant)}, medians", *columns), rows)
 
 
 def proxy_profile(found: Figures) -> Iterator[Table]:

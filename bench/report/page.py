@@ -145,7 +145,7 @@ def _measured_on(report: Report) -> str:
 def _against(report: Report) -> Iterator[str]:
     versions = {**report.get("packages", {}), **report.get("peers", {})}
     peers = (f"{peer.name} {versions.get(peer.key, '')} ({peer.what})" for peer in PEERS)
-    yield "## Against whom\n"
+    yield "## Compared with\n"
     yield f"{', '.join(peers)}.\n"
 
 

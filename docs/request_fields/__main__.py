@@ -34,8 +34,9 @@ _FIELDS = "| field | |\n|---|---|"
 _HEAD = """# Request fields
 
 What becomes of each field that the vendors' SDKs can send, from requests with and without it.
-Objects have the names of the SDKs' types, without `Beta`, `Param` and dates. Their fields that are
-not listed are acted on, or [translated](../guide/clients.md#what-is-translated) and counted.
+A field that is not listed is acted on. Objects have the names of the SDKs' types, without `Beta`,
+`Param` and dates; those that are [translated](../guide/clients.md#what-is-translated) are not
+listed.
 
 | | meaning |
 |---|---|
@@ -101,7 +102,7 @@ def _generate() -> Iterator[str]:
 
 def _tables(states: list[State]) -> Iterator[str]:
     yield _FIELDS
-    own = [state for state in states if state.object == _ROOT]
+    own = [state for state in states if state.object == _ROOT and state.state != ACTS]
     for (state, text), group in _groups(own, lambda each: (each.state, _text(each))):
         yield f"| {_names(each.field for each in group)} | {_became(state, text)} |"
     yield "\n| fields of objects | |\n|---|---|"
