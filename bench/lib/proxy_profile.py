@@ -67,10 +67,10 @@ _STEPS = {
         "routing/standby_prefill",
         "protocols/request_ids",
     ),
-    "run the request, and relay the answer": ("http/upstream", "relay/exchange"),
+    "relay the answer": ("http/upstream", "relay/exchange"),
     "usage, metrics and request log": (
         *("reading/usage", "reporting/activity", "metrics/registry"),
-        *("reporting/request_log", "reporting/ended_request"),
+        "reporting/request_log",
     ),
 }
 _STEP_OF = {f"{module}.py": step for step, modules in _STEPS.items() for module in modules}

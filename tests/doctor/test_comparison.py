@@ -8,7 +8,7 @@ from typing import Any
 import orjson
 import pytest
 
-from sgl_ext.balancer.reporting.ended_request import (
+from sgl_ext.balancer.reporting.request_log import (
     Course,
     End,
     Finding,

@@ -59,7 +59,7 @@ from sgl_ext.balancer.relay.preparation import (
 )
 from sgl_ext.balancer.relay.reading import Reading, without_usage
 from sgl_ext.balancer.relay.services import Services
-from sgl_ext.balancer.reporting.ended_request import (
+from sgl_ext.balancer.reporting.request_log import (
     Course,
     End,
     EndedRequest,

@@ -383,7 +383,7 @@ class ResponsesSocket:
         self._unsent.clear()
         for turn in tuple(self._running.values()):
             turn.exchange.resume()
-        self._go_on()
+        self._start_waiting()
 
     def gone(self) -> None:
         """The client disconnected, or has to. A second call does nothing."""
@@ -421,7 +421,7 @@ class ResponsesSocket:
                 except BalancerError as error:
                     hold.release()
                     self.refuse(error)
-        self._go_on()
+        self._start_waiting()
 
     async def _read_large(self, text: bytearray, hold: Hold) -> None:
         # An event loop keeps no reference to a task, but `_reading` does.
@@ -448,7 +448,7 @@ class ResponsesSocket:
         lane = self._turns.lane(message.lane)
         self._waiting.append(SocketTurn(message, hold, self._connection, lane, self._ended))
 
-    def _go_on(self) -> None:
+    def _start_waiting(self) -> None:
         """Starts what can start: the first message of each lane in which none is answered."""
         if self._starting:
             return
@@ -487,4 +487,4 @@ class ResponsesSocket:
             self._unsent.append(turn.hold)
         else:
             turn.hold.release()
-        self._go_on()
+        self._start_waiting()

@@ -31,7 +31,7 @@ from urllib.parse import urlsplit
 
 from sgl_ext.balancer.http.request_head import RequestHead
 from sgl_ext.balancer.metrics.registry import Metrics
-from sgl_ext.balancer.reporting.ended_request import EndedRequest, Outcome
+from sgl_ext.balancer.reporting.request_log import EndedRequest, Outcome
 from sgl_ext.balancer.routing.worker import Attempt
 from sgl_ext.protocols.request_ids import TraceContext, new_span_id
 from sgl_ext.settings.schema import BalancerSettings, SettingsError

@@ -518,7 +518,7 @@ class Trials:
         metrics.requests_on_trial.set_function(self._waiting.__len__)
         self.router.workers.on_leave.insert(0, self._ended)
         self.router.workers.on_found.append(self._lives)
-        self.router.on_capacity.append(self._go_on)
+        self.router.on_capacity.append(self._try_waiting)
 
     def _judged(self, result: str) -> None:
         self.router.metrics.suspect_requests.counts[(result,)] += 1
@@ -601,7 +601,7 @@ class Trials:
     def _lives(self, worker: Worker, probed_s: float) -> None:
         if not self._suspects.is_idle:
             self._suspects.lives(worker.id, probed_s)
-            self._go_on()
+            self._try_waiting()
 
     # Those that wait.
 
@@ -612,13 +612,13 @@ class Trials:
         if _left_of(self.router.workers.all):
             self._several_s = now_s
         self._suspects.pass_time(now_s, self._heard_s)
-        self._go_on()
+        self._try_waiting()
 
     def _heard_s(self, name: str) -> float | None:
         worker = self.router.workers.find(name)
         return worker.last_heard_s if worker is not None and worker.sends_events else None
 
-    def _go_on(self) -> None:
+    def _try_waiting(self) -> None:
         if self._is_sweeping or not self._waiting:
             return
         self._is_sweeping = True

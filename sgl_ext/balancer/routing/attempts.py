@@ -85,11 +85,10 @@ class Attempts:
         # One that waits for a prefix, or for kernels of an engine that has just come, is slow.
         if routing.runs and attempt.follows is None and worker.warmth(now_s) == 1.0:
             attempt.work_tokens = worker.total_pending_tokens(now_s) + attempt.uncached_tokens
-        attempt.running_tokens = self._enter(attempt, worker, uncached_tokens, now_s)
+        attempt.running_tokens = worker.enter(attempt, uncached_tokens, now_s)
         if decoder is not None:
-            attempt.decoder_tokens = self._enter(attempt, decoder, routing.prompt_tokens, now_s)
-        worker.pending_tokens += attempt.uncached_tokens
-        worker.recent_prefill.add(attempt.uncached_tokens, now_s)
+            attempt.decoder_tokens = decoder.enter(attempt, routing.prompt_tokens, now_s)
+        worker.begins_prefill(attempt.uncached_tokens, now_s)
         self._prefixes.touch(routing.chain, held.segments)
         if routing.session is not None:
             if routing.is_final:
@@ -124,33 +123,6 @@ class Attempts:
                 agent, tenant, worker.slot, tokens, held_tokens, now_s, priority, worker.refill_s
             )
 
-    @staticmethod
-    def _enter(attempt: Attempt, worker: Worker, uncached_tokens: int, now_s: float) -> int:
-        """Counts an attempt at a worker; returns the tokens that it counts with."""
-        worker.begins(now_s)
-        worker.in_flight += 1
-        worker.attempts.add(attempt)
-        routing, capacity = attempt.routing, worker.capacity
-        if not routing.runs:
-            return 0
-        if attempt.is_beyond:
-            worker.running.beyond += 1
-            return 0
-        tokens = uncached_tokens + routing.output_tokens
-        if capacity is not None:
-            tokens = capacity.needed(routing.prompt_tokens, uncached_tokens, routing.output_tokens)
-        worker.running.add(routing.priority, tokens, routing.tenant)
-        return tokens
-
-    @staticmethod
-    def _leave(attempt: Attempt, worker: Worker, tokens: int) -> None:
-        worker.in_flight -= 1
-        worker.attempts.discard(attempt)
-        if attempt.is_beyond:
-            worker.running.beyond -= 1
-        elif attempt.routing.runs:
-            worker.running.remove(attempt.routing.priority, tokens, attempt.routing.tenant)
-
     def _followed(self, worker: Worker, held: HeldPrefix, prefix: InFlightPrefix) -> Attempt | None:
         """The attempt whose prefix is worth waiting for."""
         # Without events only the first byte shows progress, and it may come late.
@@ -172,7 +144,7 @@ class Attempts:
             took_s = now_s - attempt.began_s
             self.speeds.prefilled(attempt.worker.slot, attempt.work_tokens, took_s, now_s)
             attempt.decoding = True
-            (attempt.decoder or attempt.worker).decoding += 1
+            attempt.answerer.begins_decoding()
 
     def confirm(self, worker: Worker) -> None:
         """Ends the prefill of the attempts whose prefix the worker has reported. The first byte
@@ -213,7 +185,7 @@ class Attempts:
         self._end(attempt)
 
     def _end_prefill(self, attempt: Attempt) -> None:
-        attempt.worker.pending_tokens -= attempt.uncached_tokens
+        attempt.worker.ends_prefill(attempt.uncached_tokens)
         attempt.uncached_tokens = 0
         if attempt.in_flight_prefix is not None:
             attempt.in_flight_prefix.computed = True
@@ -223,7 +195,7 @@ class Attempts:
             resume()
         if attempt.decoder is not None and attempt in attempt.worker.attempts:
             # The prefill engine is done with it, and may have capacity for another.
-            self._leave(attempt, attempt.worker, attempt.running_tokens)
+            attempt.worker.leave(attempt, attempt.running_tokens)
             for action in self.on_end:
                 action()
 
@@ -236,11 +208,11 @@ class Attempts:
         # Else a request and its attempt keep each other until the garbage collector finds them.
         attempt.served = None
         if attempt.decoder is None:
-            self._leave(attempt, attempt.worker, attempt.running_tokens)
+            attempt.worker.leave(attempt, attempt.running_tokens)
         else:
-            self._leave(attempt, attempt.decoder, attempt.decoder_tokens)
+            attempt.decoder.leave(attempt, attempt.decoder_tokens)
         if attempt.decoding:
-            (attempt.decoder or attempt.worker).decoding -= 1
+            attempt.answerer.ends_decoding()
             attempt.decoding = False
         for action in self.on_end:
             action()

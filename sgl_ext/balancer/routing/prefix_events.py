@@ -220,7 +220,7 @@ class EventSubscribers:
     def _restart(self, worker: Worker) -> None:
         """Ends a subscription, because the router has forgotten what the worker holds. `sync`
         begins another, which starts with a snapshot."""
-        worker.publishes = False
+        worker.publish(prefixes=False)
         self._complete.discard(worker)
         if (task := self._tasks.pop(worker, None)) is not None:
             task.cancel()
@@ -258,7 +258,7 @@ class EventSubscribers:
             if response.status == HTTPStatus.UNAUTHORIZED:  # until the secrets agree again
                 return 0.0
             if response.status != HTTPStatus.OK:
-                worker.publishes = False
+                worker.publish(prefixes=False)
                 self._complete.add(worker)
                 return _RECONNECT_UNSUPPORTED_S
             prefixes = self._router.prefixes
@@ -290,7 +290,7 @@ class EventSubscribers:
         if event.complete and self._router.prefixes.written is not None:
             self._complete.add(worker)
         if event.publishes is not None:
-            worker.publishes = PREFIXES in event.publishes
+            worker.publish(prefixes=PREFIXES in event.publishes)
         if not event.alive:
             worker.heard(now_s)
             self._router.attempts.confirm(worker)
@@ -299,12 +299,9 @@ class EventSubscribers:
             if count:
                 self._metrics.prefix_event_faults.counts[worker.id, str(fault)] += count
         reader.orphans = reader.repeated = 0
-        if event.snapshot or event.caches_off is not None:
-            worker.caches_off = event.caches_off or []
-        if event.snapshot:
-            worker.degraded = event.degraded
-        worker.load_share = event.load_share or worker.load_share
-        worker.shared_share = event.shared_share or worker.shared_share
+        caches_off = (event.caches_off or []) if event.snapshot else event.caches_off
+        worker.note_faults(caches_off, event.degraded if event.snapshot else None)
+        worker.note_shares(event.load_share, event.shared_share)
         if event.load is not None:
             worker.apply_load(event.load, now_s)
             self._reporting.add(worker)

@@ -288,10 +288,64 @@ class Worker:
         self.is_owing = self.is_stalled = False
         self.left_tokens = 0
 
-    def begins(self, now_s: float) -> None:
-        """It gets a request. If it had nothing to do, its silence begins now."""
+    def enter(self, attempt: Attempt, uncached_tokens: int, now_s: float) -> int:
+        """It gets the request of an attempt; returns the tokens that this counts with. If it had
+        nothing to do, its silence begins now."""
         if not self.in_flight and not self.is_owing:
             self.last_heard_s = now_s
+        self.in_flight += 1
+        self.attempts.add(attempt)
+        routing, capacity = attempt.routing, self.capacity
+        if not routing.runs:
+            return 0
+        if attempt.is_beyond:
+            self.running.beyond += 1
+            return 0
+        tokens = uncached_tokens + routing.output_tokens
+        if capacity is not None:
+            tokens = capacity.needed(routing.prompt_tokens, uncached_tokens, routing.output_tokens)
+        self.running.add(routing.priority, tokens, routing.tenant)
+        return tokens
+
+    def leave(self, attempt: Attempt, tokens: int) -> None:
+        """An attempt has ended. tokens: as of `enter`."""
+        self.in_flight -= 1
+        self.attempts.discard(attempt)
+        if attempt.is_beyond:
+            self.running.beyond -= 1
+        elif attempt.routing.runs:
+            self.running.remove(attempt.routing.priority, tokens, attempt.routing.tenant)
+
+    def begins_prefill(self, tokens: int, now_s: float) -> None:
+        """It has so many tokens more to compute."""
+        self.pending_tokens += tokens
+        self.recent_prefill.add(tokens, now_s)
+
+    def ends_prefill(self, tokens: int) -> None:
+        """It has computed so many tokens, or does not have to."""
+        self.pending_tokens -= tokens
+
+    def begins_decoding(self) -> None:
+        """An attempt has its first token."""
+        self.decoding += 1
+
+    def ends_decoding(self) -> None:
+        """An attempt that had its first token has ended."""
+        self.decoding -= 1
+
+    def publish(self, *, prefixes: bool) -> None:
+        """It says whether it publishes the prefixes that it holds, or its events have ended."""
+        self.publishes = prefixes
+
+    def note_shares(self, load_share: float | None, shared_share: float | None) -> None:
+        """Takes over what a token costs that it loads; None: as before."""
+        self.load_share = load_share or self.load_share
+        self.shared_share = shared_share or self.shared_share
+
+    def note_faults(self, caches_off: list[str] | None, degraded: list[str] | None) -> None:
+        """Takes over which caches are off and which features it lacks; None: as before."""
+        self.caches_off = self.caches_off if caches_off is None else caches_off
+        self.degraded = self.degraded if degraded is None else degraded
 
     def left(self, uncached_tokens: int) -> None:
         """A request that its scheduler runs has left without an answer. What it began there may go

@@ -14,17 +14,19 @@ from aiohttp import ClientSession, web
 from scheduler.placement import Placement, WorkerView
 from sgl_ext.balancer.metrics.registry import Metrics
 from sgl_ext.balancer.reporting.activity import Activity
-from sgl_ext.balancer.reporting.ended_request import (
+from sgl_ext.balancer.reporting.request_log import (
+    MOST_REMEMBERED,
     MOST_WORKERS,
     Course,
     End,
     EndedRequest,
+    LineFile,
     Name,
     Outcome,
+    RequestLog,
     as_line,
     ended_request,
 )
-from sgl_ext.balancer.reporting.request_log import MOST_REMEMBERED, LineFile, RequestLog
 from sgl_ext.balancer.routing.routing_request import NO_ROUTING
 from sgl_ext.balancer.routing.worker import Attempt
 from tests.balancer.conftest import Engine, Start

@@ -328,7 +328,7 @@ async def test_both_sides_send_small_packets_at_once(serve: Serve, connect: Conn
     wire = await connect(balancer)
     await wire.ask(request())
     (connection,) = balancer._connections
-    (pool,) = balancer._services._pools.values()
+    (pool,) = balancer._services.connections._pools.values()
     for transport in (connection._transport, next(iter(pool.connections))._transport):
         option = transport.get_extra_info("socket").getsockopt(
             socket.IPPROTO_TCP, socket.TCP_NODELAY

@@ -175,7 +175,7 @@ async def test_an_idle_connection_is_closed_after_a_while(serve: Serve, connect:
     balancer = await serve(worker)
     wire = await connect(balancer)
     await wire.ask(request())
-    (pool,) = balancer._services._pools.values()
+    (pool,) = balancer._services.connections._pools.values()
     assert len(pool.connections) == 1
     for _ in range(4):
         assert pool._idle

@@ -8,15 +8,15 @@ from typing import Any
 from scheduler.placement import Placement
 from sgl_ext.balancer.metrics.registry import Metrics
 from sgl_ext.balancer.reporting.activity import Activity
-from sgl_ext.balancer.reporting.ended_request import (
+from sgl_ext.balancer.reporting.request_log import (
     Course,
     End,
     Finding,
     Name,
     Outcome,
+    RequestLog,
     ended_request,
 )
-from sgl_ext.balancer.reporting.request_log import RequestLog
 from sgl_ext.balancer.routing.routing_request import NO_ROUTING, RoutingRequest
 from sgl_ext.balancer.routing.worker import Attempt
 from sgl_ext.reading.client import NO_FACTS, ClientFacts

@@ -8,8 +8,11 @@ from typing import Any
 
 import pytest
 
+from scheduler.placement import Placement
 from scheduler.silence import HANG_S, STALLED_S, Signs
 from sgl_ext.balancer.metrics.registry import Metrics
+from sgl_ext.balancer.routing.routing_request import NO_ROUTING
+from sgl_ext.balancer.routing.worker import Attempt
 from sgl_ext.balancer.routing.worker_probes import WorkerProbes
 from sgl_ext.balancer.routing.workers import Workers
 from sgl_ext.membership.member import Member
@@ -174,14 +177,14 @@ async def test_one_that_compiles_does_not_stand_still(engine: Any) -> None:
 async def test_silence_does_not_begin_anew_when_clients_leave(engine: Any) -> None:
     """Clients with less patience than the limit come and go."""
     worker = engine.worker
+    attempt = Attempt(NO_ROUTING, worker, Placement(worker.id, "new"))
 
     def come_and_go() -> None:
         if worker.in_flight:
-            worker.in_flight -= 1
+            worker.leave(attempt, 0)
             worker.left(0)
         else:
-            worker.begins(engine.now.s)
-            worker.in_flight += 1
+            worker.enter(attempt, 0, engine.now.s)
 
     await engine.wait(STALLED_S + 1, come_and_go)
     assert not worker.is_available
