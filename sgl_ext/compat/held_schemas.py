@@ -1,8 +1,10 @@
 """What of a JSON schema a grammar holds an answer to: all of it, or the schema is refused.
 
 xgrammar takes some schemas without a word and leaves a part of them out: of several `allOf` it
-makes any value, and beside `$ref`, `enum` or `anyOf` it reads nothing else. A schema that only
-refers to itself makes a grammar without an end. Such an answer is not what the client asked for.
+makes any value (`merged` makes one schema of them where it can), of `oneOf` it makes values that
+several of its schemas take, and beside `$ref`, `enum` or `anyOf` it reads nothing else. A schema
+that only refers to itself makes a grammar without an end. Such an answer is not what the client
+asked for.
 
     answers          `check_sent`, by `SCHEMA_FIELD` of the sampling parameters
     strict tools     `checked_tools`
@@ -75,11 +77,150 @@ def unheld(schema: Any) -> str | None:
         return str(error)
     places = list(_places(schema))
     for each, place in places:
-        what = _unread(each, schema)
+        what = _unread(each, schema) or _overlap(each, schema)
         if what is not None:
             return f"JSON Schema at {place} cannot be held: {what}"
     endless = _endless(schema, places)
     return None if endless is None else f"JSON Schema at {endless} refers to itself without an end"
+
+
+_OF_OBJECTS = frozenset(("type", "properties", "required", "additionalProperties"))
+_NOTES = frozenset(("title", "description", "default", "examples", "$comment", "deprecated"))
+MAX_COMPARED = 64
+"""Schemas in a `oneOf` that are compared with one another."""
+
+
+def merged(schema: Any, root: Any = None) -> Any:
+    """A schema whose `allOf` are one object schema each, where that says the same; others stay.
+
+    {"allOf": [{"properties": {"a": A}}, {"properties": {"b": B}}]} takes what
+    {"properties": {"a": A, "b": B}} takes.
+    """
+    root = schema if root is None else root
+    if isinstance(schema, list):
+        return [merged(each, root) for each in schema]
+    if not isinstance(schema, dict):
+        return schema
+    made = dict(schema)
+    for key in (*_ONE, *_LISTS):
+        if key in made:
+            made[key] = merged(made[key], root)
+    for key in _MAPS:
+        if isinstance(made.get(key), dict):
+            made[key] = {name: merged(each, root) for name, each in made[key].items()}
+    parts = made.get("allOf")
+    if not isinstance(parts, list) or not parts:
+        return made
+    own = {key: made[key] for key in _OF_OBJECTS if key in made}
+    if len(parts) == 1 and not own:
+        return made
+    known = [_referred(each, root) for each in parts]
+    one = _one_object([own, *known] if own else known)
+    if one is None:
+        return made
+    rest = {key: value for key, value in made.items() if key not in (*_OF_OBJECTS, "allOf")}
+    return made if rest.keys() & _CHECKS else {**rest, **one}
+
+
+def _referred(schema: Any, root: Any) -> Any:
+    """The schema that a reference beside notes alone names, and that refers to no other itself."""
+    if (
+        not isinstance(schema, dict)
+        or "$ref" not in schema
+        or not schema.keys() - {"$ref"} <= _NOTES
+    ):
+        return schema
+    target = _target(schema["$ref"], root)
+    return target if isinstance(target, dict) and not target.keys() & {"$ref", "allOf"} else schema
+
+
+def _one_object(parts: list[Any]) -> dict[str, Any] | None:
+    """One object schema that takes what all of them take; None if this is not certain."""
+    properties: dict[str, Any] = {}
+    required: list[str] = []
+    closed: list[set[str]] = []
+    for part in parts:
+        if not isinstance(part, dict) or not part.keys() <= _OF_OBJECTS | _NOTES:
+            return None
+        named, needed = part.get("properties", {}), part.get("required", [])
+        others = part.get("additionalProperties", True)
+        if part.get("type", "object") != "object" or not isinstance(others, bool):
+            return None
+        if not isinstance(named, dict) or not isinstance(needed, list):
+            return None
+        if any(name in properties and properties[name] != each for name, each in named.items()):
+            return None
+        properties |= named
+        required += [name for name in needed if name not in required]
+        if not others:
+            closed.append(set(named))
+    if any(names != properties.keys() for names in closed):
+        return None  # one takes no property of another
+    if not any(part.get("type") == "object" for part in parts):
+        return None  # it takes other values, too
+    one: dict[str, Any] = {"type": "object", "properties": properties}
+    if required:
+        one["required"] = required
+    return {**one, "additionalProperties": False} if closed else one
+
+
+def _overlap(schema: dict[str, Any], root: Any) -> str | None:
+    """Which schemas of a `oneOf` may take one value, of which a grammar knows nothing."""
+    ones = schema.get("oneOf")
+    if not isinstance(ones, list):
+        return None
+    known = [_referred(each, root) for each in ones]
+    if len(known) > MAX_COMPARED:
+        return f"more than {MAX_COMPARED} schemas in oneOf are not compared; anyOf is read"
+    for at, first in enumerate(known):
+        for number, second in enumerate(known[:at]):
+            if not _excludes(first, second):
+                return f"{number} and {at} of oneOf may take one value; anyOf is read"
+    return None
+
+
+def _excludes(first: Any, second: Any) -> bool:
+    """Whether no value that a grammar makes of one of two schemas is one of the other."""
+    if first is False or second is False:
+        return True
+    if not isinstance(first, dict) or not isinstance(second, dict):
+        return False
+    values, others = _values_of(first), _values_of(second)
+    if values is not None and others is not None:
+        return not any(_same(one, two) for one in values for two in others)
+    kinds, further = _kinds_of(first), _kinds_of(second)
+    if kinds and further and not kinds & further:
+        return True
+    if kinds != {"object"} or further != {"object"}:
+        return False
+    named, more = first.get("properties") or {}, second.get("properties") or {}
+    needed = {*(first.get("required") or ())}
+    needed_too = {*(second.get("required") or ())}
+    if any(_excludes(named[n], more[n]) for n in needed & needed_too if n in named and n in more):
+        return True
+    # A grammar makes the properties that are declared alone.
+    lacks = not first.get("additionalProperties") and bool(needed_too - named.keys())
+    lacks_too = not second.get("additionalProperties") and bool(needed - more.keys())
+    return lacks and lacks_too
+
+
+def _values_of(schema: dict[str, Any]) -> list[Any] | None:
+    values = [schema["const"]] if "const" in schema else schema.get("enum")
+    return values if isinstance(values, list) else None
+
+
+def _same(one: Any, two: Any) -> bool:
+    return bool(one == two) and isinstance(one, bool) is isinstance(two, bool)
+
+
+def _kinds_of(schema: dict[str, Any]) -> set[str]:
+    """The types of its values, a whole number as any; nothing if they are not stated."""
+    values = _values_of(schema)
+    if values is not None:
+        return {kind for value in values for kind in _KINDS if _is_kind(value, kind)} - {"integer"}
+    stated = schema.get("type")
+    kinds = stated if isinstance(stated, list) else [stated] if isinstance(stated, str) else []
+    return {"number" if kind == "integer" else str(kind) for kind in kinds}
 
 
 def _places(schema: Any, place: str = "#") -> Iterator[tuple[dict[str, Any], str]]:
@@ -312,13 +453,18 @@ def _judge(schema: Any) -> None:
         raise ValueError(found)
 
 
-def refuse_unheld(schema: Any, field: str) -> None:
-    """Raises ValueError, which names the client's field, for a schema that no grammar holds."""
+def held(schema: Any, field: str) -> Any:
+    """The schema for a grammar, which takes what this one takes.
+
+    Raises ValueError, which names the client's field, for a schema that no grammar holds.
+    """
     try:
-        SCHEMAS.check(schema, _judge)
-    except (ValueError, RecursionError) as error:
-        text = "is nested too deeply" if isinstance(error, RecursionError) else str(error)
+        made = merged(schema) if b'"allOf"' in orjson.dumps(schema) else schema
+        SCHEMAS.check(made, _judge)
+    except (ValueError, TypeError, RecursionError) as error:
+        text = str(error) if type(error) is ValueError else "is nested too deeply"
         raise ValueError(f"{field}: {text}") from None
+    return made
 
 
 def check_sent(manager: Any, request: Any, input_ids: Any) -> None:
@@ -331,17 +477,18 @@ def check_sent(manager: Any, request: Any, input_ids: Any) -> None:
         document = orjson.loads(schema)
     except orjson.JSONDecodeError:
         return  # SGLang says what is wrong with it
-    refuse_answer(document)
+    if (made := held_answer(document)) != document:
+        request.sampling_params[SCHEMA_FIELD] = orjson.dumps(made).decode()
 
 
-def refuse_answer(schema: Any) -> None:
-    """Raises ValueError for a schema of the answer that no grammar holds."""
+def held_answer(schema: Any) -> Any:
+    """The schema for the grammar of an answer. Raises ValueError if no grammar holds it."""
     context = current()
     field = SCHEMA_FIELD
     if context is not None:
         field = names.name_of(SCHEMA_FIELD, context.path, context.body, of_sampling=True)
     try:
-        refuse_unheld(schema, field)
+        return held(schema, field)
     except ValueError:
         _note_field(field)
         raise
@@ -369,11 +516,13 @@ def _checked(tool: Any, *, is_strict: bool) -> Any:
     if function.parameters is None:
         return tool
     try:
-        refuse_unheld(function.parameters, "tools")
+        made = held(function.parameters, "tools")
     except ValueError:
         if is_strict:
             _note_field("tools")
             raise
         loose = {"parameters": {"type": "object"}, "strict": False}
         return tool.model_copy(update={"function": function.model_copy(update=loose)})
-    return tool
+    if made == function.parameters:
+        return tool
+    return tool.model_copy(update={"function": function.model_copy(update={"parameters": made})})

@@ -36,7 +36,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from sgl_ext.compat.held_schemas import BACKEND, checked_tools, refuse_answer
+from sgl_ext.compat.held_schemas import BACKEND, checked_tools, held_answer
 from sgl_ext.engine import sglang_api
 from sgl_ext.engine.arguments import in_effect
 from sgl_ext.engine.core.counters import counter
@@ -93,8 +93,7 @@ def json_or(schema: str, calls: Any) -> tuple[str, Any]:
 
     Raises ValueError, as for a schema alone, if a grammar would ignore a part of it.
     """
-    document = json.loads(schema)
-    refuse_answer(document)
+    document = held_answer(json.loads(schema))
     answer = {"type": "json_schema", "json_schema": document}
     either = {"type": "or", "elements": [answer, calls.format]}
     return tag(after_thinking(either))

@@ -20,7 +20,8 @@ _B = {"type": "object", "properties": {"b": {"const": 2}}, "required": ["b"]}
 UNHELD = {
     "pattern": {"type": "string", "pattern": "^[\\p{L}\\p{N}_-]+$"},
     "any character": {"type": "string", "pattern": "^[^]$"},
-    "allOf": {"allOf": [_A, _B]},
+    "allOf": {"allOf": [_A, {"minProperties": 2}]},
+    "oneOf": {"oneOf": [_A, {**_A, "title": "the same"}]},
     "not": {"not": {"type": "null"}},
     "if": {"if": _A, "then": _B},
     "multipleOf": {"type": "integer", "multipleOf": 3},
@@ -31,6 +32,8 @@ UNHELD = {
 }
 HELD = {
     "named group": {"type": "string", "pattern": "^(?<year>\\d{4})$"},
+    "allOf": {"allOf": [_A, _B]},
+    "oneOf": {"oneOf": [_A, {"type": "null"}]},
     "a reference": {"anyOf": [{"$ref": "#"}, {"type": "boolean"}]},
 }
 

@@ -3,11 +3,22 @@
 from __future__ import annotations
 
 import json
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from sgl_ext.compat.held_schemas import is_wrong, unheld, unheld_pattern
+from sgl_ext.compat import held_schemas
+from sgl_ext.compat.held_schemas import (
+    BACKEND,
+    SCHEMA_FIELD,
+    check_sent,
+    checked_tools,
+    is_wrong,
+    merged,
+    unheld,
+    unheld_pattern,
+)
 
 _A = {"type": "object", "properties": {"a": {"const": 1}}, "required": ["a"]}
 _B = {"type": "object", "properties": {"b": {"const": 2}}, "required": ["b"]}
@@ -95,6 +106,97 @@ def test_a_schema_that_is_not_held(schema: Any, place: str, what: str) -> None:
     assert found is not None
     assert f"at {place}" in found
     assert what in found
+
+
+_AB = {
+    "type": "object",
+    "properties": {"a": {"const": 1}, "b": {"const": 2}},
+    "required": ["a", "b"],
+}
+_DEFS = {"$defs": {"a": _A, "b": _B}}
+_CLOSED = {"additionalProperties": False}
+
+
+@pytest.mark.parametrize(
+    ("schema", "made"),
+    [
+        ({"allOf": [_A, _B]}, _AB),
+        ({"allOf": [_A, _B, _A]}, _AB),
+        ({"allOf": [{"$ref": "#/$defs/a"}, {"$ref": "#/$defs/b"}], **_DEFS}, {**_DEFS, **_AB}),
+        ({**_A, "allOf": [_B]}, _AB),
+        ({"allOf": [_A, {"required": ["a"], "description": "d"}]}, _A),
+        ({"title": "t", "allOf": [{**_AB, **_CLOSED}, _A]}, {"title": "t", **_AB, **_CLOSED}),
+        (inside({"allOf": [_A, _B]}), inside(_AB)),
+        ({"anyOf": [{"allOf": [_A, _B]}, {"type": "null"}]}, {"anyOf": [_AB, {"type": "null"}]}),
+        ({"allOf": [{"allOf": [_A]}, _B]}, None),
+        ({"allOf": [_A, {"type": "object", "properties": {"a": {"const": 3}}}]}, None),
+        ({"allOf": [{**_A, **_CLOSED}, _B]}, None),
+        ({"allOf": [_A, {"minProperties": 2}]}, None),
+        ({"allOf": [_A, {"type": "string"}]}, None),
+        ({"allOf": [{"properties": {"a": {}}}, {"properties": {"b": {}}}]}, None),
+        ({"allOf": [_A, {"$ref": "#"}]}, None),
+        ({"anyOf": [_A], "allOf": [_A, _B]}, None),
+        ({"properties": {"allOf": {"type": "string"}}}, None),
+    ],
+    ids=lambda value: json.dumps(value)[:60],
+)
+def test_several_schemas_of_one_object_are_merged(schema: Any, made: Any) -> None:
+    """made: None if it cannot be."""
+    before = json.dumps(schema)
+    assert merged(schema) == (schema if made is None else made)
+    assert json.dumps(schema) == before
+    if made is not None:
+        assert unheld(merged(schema)) is None
+
+
+def test_the_grammar_gets_the_merged_schema(monkeypatch: pytest.MonkeyPatch) -> None:
+    usual = SimpleNamespace(grammar_backend=BACKEND)
+    monkeypatch.setattr(held_schemas, "in_effect", lambda: usual)
+    schema = inside({"allOf": [_A, _B]})
+    request = SimpleNamespace(sampling_params={SCHEMA_FIELD: json.dumps(schema)})
+    check_sent(None, request, None)
+    assert json.loads(request.sampling_params[SCHEMA_FIELD]) == inside(_AB)
+    from sglang.srt.entrypoints.openai.protocol import Tool
+
+    function = {"name": "f", "strict": True, "parameters": schema}
+    tool = Tool(type="function", function=function)
+    (checked,) = checked_tools([tool], [tool])
+    assert checked.function.parameters == inside(_AB)
+    assert tool.function.parameters == schema, "the prompt has what the client sent"
+
+
+_CAT = {"type": "object", "properties": {"kind": {"const": "cat"}, "n": {}}, "required": ["kind"]}
+_DOG = {"type": "object", "properties": {"kind": {"const": "dog"}, "n": {}}, "required": ["kind"]}
+
+
+@pytest.mark.parametrize(
+    ("ones", "may_overlap"),
+    [
+        ([_CAT, _DOG], False),
+        ([{"$ref": "#/$defs/a"}, {"$ref": "#/$defs/b"}], False),
+        ([{"type": "string"}, {"type": "integer"}, {"type": "null"}], False),
+        ([{"const": 1}, {"enum": [2, "1"]}, {"const": True}], False),
+        ([{"const": "a"}, {"type": "number"}], False),
+        ([_A, _B], False),
+        ([{"type": "integer"}, {"type": "number"}], True),
+        ([{"type": "string"}, {"type": "string", "maxLength": 3}], True),
+        ([{"const": 1}, {"enum": [1, 2]}], True),
+        ([_A, {**_A, "title": "again"}], True),
+        ([_AB, _A], True),
+        ([_A, {**_B, "additionalProperties": True}], True),
+        ([{}, {"type": "string"}], True),
+        ([{"const": n} for n in range(65)], True),
+    ],
+    ids=lambda value: json.dumps(value)[:60],
+)
+def test_what_several_schemas_of_a_one_of_may_take_is_refused(
+    ones: list[Any], may_overlap: bool
+) -> None:
+    found = unheld({"type": "object", "properties": {"x": {"oneOf": ones}}, **_DEFS})
+    assert (found is not None) is may_overlap
+    if found is not None:
+        assert "at #/properties/x " in found
+        assert "oneOf" in found
 
 
 def test_the_place_is_named() -> None:
