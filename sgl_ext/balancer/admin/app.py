@@ -2,18 +2,25 @@
 
 Requests come through the data path, which has checked their keys and their sizes. Requests for
 one worker never come here.
+
+The page at `/` and `/sgl_ext/ui` shows the live state. Its files are in `sgl_ext/balancer/ui` and
+hold no data: what they show comes from `state.py`, with the rules of access that hold there. They
+load nothing from elsewhere, and their policy makes the browser refuse it: a client's text that
+became a script could not run, or send anything.
 """
 
 import asyncio
 import logging
 import socket
 from collections.abc import Awaitable, Callable, Collection
+from functools import cache
 from http import HTTPStatus
+from pathlib import Path
 
 from aiohttp import web
 from prometheus_client import CONTENT_TYPE_PLAIN_0_0_4
 
-from sgl_ext.balancer.admin import conversation_routes, page
+from sgl_ext.balancer.admin import conversation_routes
 from sgl_ext.balancer.admin.engine_metrics import EngineMetrics
 from sgl_ext.balancer.admin.operations import OPERATION_ROUTES, SERVICES, json_response, to_all
 from sgl_ext.balancer.admin.state import STATE_ROUTES, STATES, States
@@ -22,6 +29,7 @@ from sgl_ext.balancer.relay.services import Services, error_response
 from sgl_ext.limits.bounds import MAX_HEAD_BYTES
 from sgl_ext.protocols import request_ids, routes
 from sgl_ext.protocols.errors import BalancerError, internal_error, method_not_allowed
+from sgl_ext.protocols.routes import UI
 
 log = logging.getLogger(__name__)
 
@@ -54,7 +62,7 @@ def make_app(services: Services, interval_s: float = 1.0) -> web.Application:
             web.route("GET", "/metrics/engines", engine_metrics.show),
             *OPERATION_ROUTES,
             *STATE_ROUTES,
-            *page.ROUTES,
+            *PAGE_ROUTES,
             *conversation_routes.ROUTES,
             *(web.route(method, path, to_all) for method, path in to_all_workers),
         ]
@@ -197,3 +205,70 @@ def _answer(request: web.Request, error: BalancerError) -> web.Response:
     status, reason, lines, body = error_response(request.path, error, request_id)
     headers = dict(line.split(": ", 1) for line in lines.decode().splitlines())
     return web.Response(status=status, reason=reason.decode(), body=body, headers=headers)
+
+
+_FOLDER = Path(__file__).parents[1] / "ui"
+_TYPES = {
+    ".html": "text/html; charset=utf-8",
+    ".css": "text/css; charset=utf-8",
+    ".js": "text/javascript; charset=utf-8",
+    ".svg": "image/svg+xml",
+}
+_POLICY = "; ".join(
+    (
+        "default-src 'none'",
+        "script-src 'self'",
+        "style-src 'self'",
+        "img-src 'self'",
+        "connect-src 'self'",
+        "base-uri 'none'",
+        "form-action 'none'",
+        "frame-ancestors 'none'",
+        "require-trusted-types-for 'script'",
+        "trusted-types 'none'",
+    )
+)
+_HEADERS = {
+    "content-security-policy": _POLICY,
+    "cross-origin-resource-policy": "same-origin",
+    "referrer-policy": "no-referrer",
+    "x-content-type-options": "nosniff",
+    "cache-control": "no-cache",
+    "vary": "accept",
+}
+
+
+async def root(request: web.Request) -> web.Response:
+    """The page for a browser. Other clients request this first to see whether a server answers."""
+    if "text/html" in request.headers.get("accept", ""):
+        return _file("index.html")
+    return web.Response(text="sgl-ext balancer\n", headers={"vary": "accept"})
+
+
+async def show_page(_: web.Request) -> web.Response:
+    return _file("index.html")
+
+
+async def show_file(request: web.Request) -> web.Response:
+    name = request.match_info["name"]
+    if name not in _files():
+        raise web.HTTPNotFound
+    return _file(name)
+
+
+def _file(name: str) -> web.Response:
+    headers = {**_HEADERS, "content-type": _TYPES[Path(name).suffix]}
+    return web.Response(body=_files()[name], headers=headers)
+
+
+@cache
+def _files() -> dict[str, bytes]:
+    """All files, read once."""
+    return {each.name: each.read_bytes() for each in _FOLDER.iterdir() if each.suffix in _TYPES}
+
+
+PAGE_ROUTES = (
+    web.get("/", root),
+    web.get(UI, show_page),
+    web.get(f"{UI}/{{name}}", show_file),
+)
