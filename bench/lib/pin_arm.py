@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
 import time
 
 import aiohttp
 from sgl_ext_cpu.node import Node
 
-from bench.lib.misroute.figures import counted
 from bench.lib.pin_figures import Part, Seen
 from bench.lib.pin_load import MESSAGES, Answer, Conversation, Flooded, ask, flood, single
 
@@ -96,8 +96,9 @@ class Arm:
     async def counted(self, name: str) -> dict[str, int]:
         """A counter of the engine's, by its labels."""
         async with self._http.get(f"{self.node.engines[0]}/metrics") as answer:
-            found = counted(await answer.text(), name)
-        return {labels: int(value) for labels, value in found.items()}
+            page = await answer.text()
+        found = re.findall(rf"^{name}(\{{.*\}})? (\S+)$", page, re.MULTILINE)
+        return {labels: int(float(value)) for labels, value in found}
 
     async def total(self, name: str) -> int:
         """A counter of the engine's, summed over its labels."""

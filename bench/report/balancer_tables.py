@@ -76,18 +76,6 @@ def judges(found: Figures) -> Iterator[Table]:
     yield Table(("", ""), ratios)
 
 
-def misroute(found: Figures) -> Iterator[Table]:
-    yield named_table(
-        found,
-        {
-            "requests": ("requests",),
-            "routed for a prefix that the engine no longer had": ("misrouted_share",),
-            "the same without prefix events": ("misrouted_share_without_events",),
-            "lost before their first byte": ("lost_before_first_byte",),
-        },
-    )
-
-
 # The chart has it too.
 _BETWEEN = ("2kb",)
 
@@ -132,51 +120,3 @@ def tool_loop(found: Figures) -> Iterator[Table]:
         {name: one for name, one in found.items() if isinstance(one, Mapping)},
         {"20 calls, ms": ("loop_ms",), "bytes sent": ("sent_bytes",)},
     )
-
-
-def store(found: Figures) -> Iterator[Table]:
-    rows = [
-        (f"{kind}: {label(name)}", look(one, "median_ms"), look(one, "p99_ms"))
-        for kind, of in (look(found, "stores") or {}).items()
-        for name, one in of.items()
-    ]
-    yield Table(("store and call", "median, ms", "p99, ms"), rows)
-
-
-def templates(found: Figures) -> Iterator[Table]:
-    families = look(found, "families") or {}
-    yield named_table(
-        {**found, "count": len(families) or None},
-        {
-            "families": ("count",),
-            "lose a text": ("lost",),
-            "move a text": ("moved",),
-            "rendered over 5% slower with our code": ("slower",),
-        },
-    )
-    head = (
-        "template",
-        "loops of tools",
-        "before a user's turn",
-        "CPU time: SGLang, ms",
-        "sgl-ext, ms",
-    )
-    rows = [
-        (
-            name,
-            _by_protocol(look(one, "read_back_share")),
-            _by_protocol(look(one, "user_read_back_share")),
-            *(look(one, "template_ms", key) for key in ("stock_ms", "ours_ms")),
-        )
-        for name, one in families.items()
-    ]
-    yield Table(head, rows)
-
-
-def _by_protocol(shares: Mapping[str, float] | None) -> str | None:
-    """What of an answer the next prompt has again, for each protocol unless all are alike."""
-    if shares is None:
-        return None
-    if len(set(shares.values())) == 1:
-        return f"{next(iter(shares.values())):.2f}"
-    return ", ".join(f"{name} {share:.2f}" for name, share in shares.items())

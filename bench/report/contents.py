@@ -110,14 +110,6 @@ SECTIONS = (
         "guide/priority.md",
     ),
     Section(
-        "held_agents",
-        "More agents than memory",
-        "Simulated engines of full size get more agents than fit into their memory. The "
-        "balancer holds some of them back, or none.",
-        fleet_tables.held_agents,
-        "guide/priority.md",
-    ),
-    Section(
         "judges",
         "Load generators of other projects",
         "Each load generator sends the same work to two engines behind our balancer, to two "
@@ -170,13 +162,6 @@ SECTIONS = (
         "how/routing.md",
     ),
     Section(
-        "misroute",
-        "Requests routed for a prefix that is gone",
-        "Real engines with small caches evict, are flushed, are killed and return, under load.",
-        balancer_tables.misroute,
-        "how/routing.md",
-    ),
-    Section(
         "proxy",
         "What a proxy costs",
         "One worker answers at once, and each proxy in front of it runs on one core. nginx "
@@ -202,14 +187,6 @@ SECTIONS = (
         "decision-time",
     ),
     Section(
-        "scale",
-        "Up to a thousand engines",
-        "The balancer's own router, index and sessions, in front of simulated engines in "
-        "virtual time, with the same work for each engine.",
-        fleet_tables.scale,
-        "guide/fleet.md",
-    ),
-    Section(
         "epp",
         "What the endpoint picker adds behind Envoy",
         "One Envoy, two workers that answer at once, and the picker on a core of its own.",
@@ -223,30 +200,6 @@ SECTIONS = (
         "and over a WebSocket. The engine answers at once.",
         balancer_tables.tool_loop,
         "guide/contexts.md",
-    ),
-    Section(
-        "store",
-        "Stored turns and conversations",
-        "What a call of the store takes.",
-        balancer_tables.store,
-        "guide/fleet.md",
-    ),
-    Section(
-        "tenant_probe",
-        "What one tenant learns about another's prompts",
-        "A tenant sends a prefix that another tenant has sent, and a new one. If the first is "
-        "faster, it shows that the prefix is cached.",
-        engine_tables.tenant_probe,
-        "guide/tenants.md",
-    ),
-    Section(
-        "templates",
-        "Chat templates",
-        "Conversations go through the chat template of each model family, with our hooks. "
-        "Shares are of the tokens of answers that the next prompt has again. The CPU time is "
-        "for 400 messages.",
-        balancer_tables.templates,
-        "guide/models.md",
     ),
     Section(
         "gpu",

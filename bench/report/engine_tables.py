@@ -251,15 +251,6 @@ def speculative_prefill(found: Figures) -> Iterator[Table]:
     )
 
 
-def tenant_probe(found: Figures) -> Iterator[Table]:
-    rows = []
-    for name, one in (("sgl-ext", found), ("one cache for all", look(found, "peer") or {})):
-        keys = ("b_on_a_ms", "b_cold_ms", "b_on_a_over_cold", "b_on_a_is_faster")
-        rows.append((name, *(look(one, key) for key in keys)))
-    head = ("cache", "another tenant's prefix, ms", "a new prefix, ms", "ratio")
-    yield Table((*head, "share of right guesses; chance is 0.5"), rows)
-
-
 def gpu(found: Figures) -> Iterator[Table]:
     """Each step of the GPU report, and the figures of those that ended well."""
     steps = look(found, "steps") or []

@@ -5,19 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 
 from bench.report.charts import Figures, size_of
-from bench.report.labels import AGENT_LABELS, EPP_LABELS, SCALE_LABELS, SPEED_LABELS, label
+from bench.report.labels import AGENT_LABELS, EPP_LABELS, SPEED_LABELS, label
 from bench.report.tables import Table, arms_table, look, middle, named_table, shown
 
-# Arms whose figures tell nothing that their neighbours' do not, and a size between two others.
-_ALIKE = ("ours_2_balancers", "ours_lag_500_ms", "ours_lag_2_s", "ours_lossy", "ours_lag_5_s")
+# A size between two others.
 _BETWEEN = ("220kb",)
-_OF_FLEET = {
-    "share of the ideal": ("share_of_ideal",),
-    "TTFT p50, ms": ("ttft_p50_ms",),
-    "TTFT p99, ms": ("ttft_p99_ms",),
-    "load, most / mean": ("load_max_over_mean",),
-    "decision, us": ("decision_us",),
-}
 
 
 def unequal_engines(found: Figures) -> Iterator[Table]:
@@ -38,26 +30,6 @@ def _mean_and_p99(arm: Figures) -> str:
     """The medians of both: there are two seeds."""
     both = (middle(look(arm, key)) for key in ("total_mean_ms", "ttft_p99_ms"))
     return " / ".join(shown(value) for value in both)
-
-
-def scale(found: Figures) -> Iterator[Table]:
-    sizes: Figures = look(found, "sizes") or {}
-    yield arms_table(sizes, _OF_FLEET, "engines")
-    for size, ours in sizes.items():
-        if arms := look(ours, "arms"):
-            head = f"{size} engines"
-            shown_arms = {name: one for name, one in arms.items() if name not in _ALIKE}
-            yield arms_table({"ours": ours, **shown_arms}, _OF_FLEET, head, SCALE_LABELS)
-    yield named_table(
-        found,
-        {
-            "TTFT p99, most engines / fewest": ("ttft_p99_1000_over_4",),
-            "TTFT p99, 16 balancers / one": ("balancers_16_over_1",),
-            "segments in the index of the next lines": ("decisions", "segments"),
-            "a decision for a known session, us": ("decisions", "known_us"),
-            "for a new session, us": ("decisions", "new_us"),
-        },
-    )
 
 
 def epp(found: Figures) -> Iterator[Table]:
@@ -93,17 +65,3 @@ def agents_jobs(found: Figures) -> Iterator[Table]:
     }
     others = {"agents / cache": ("working_set_over_pool",), "jobs that starved": ("starved",)}
     yield named_table(found, {**ratios, **others})
-
-
-def held_agents(found: Figures) -> Iterator[Table]:
-    yield arms_table(
-        look(found, "memory"),
-        {
-            "mean session, held back / free": ("session_mean_s_vs_free",),
-            "held back / FCFS": ("session_mean_s_vs_fcfs",),
-            "sessions an hour, held back / FCFS": ("sessions_per_hour_vs_fcfs",),
-            "TTFT p50": ("ttft_p50_ms_vs_fcfs",),
-            "TTFT p99": ("ttft_p99_ms_vs_fcfs",),
-        },
-        "memory, of what all agents use",
-    )

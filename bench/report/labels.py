@@ -49,15 +49,6 @@ _POLICY_LABELS = {
     "dynamo_agentic": "Dynamo's agentic preset",
 }
 SPEED_LABELS = {**_POLICY_LABELS, "ours_without_learning": f"{OURS}, no learning"}
-SCALE_LABELS = {
-    "ours": "one balancer",
-    "ours_16_alone": "16 balancers without a store",
-    "ours_lossy_lag_5_s": "events lost, and 5 s late",
-    "ours_churn": "engines come and go",
-    "ours_churn_16_balancers": "the same, 16 balancers",
-    **_POLICY_LABELS,
-    **{f"ours_{n}_balancers": f"{n} balancers with a store" for n in (2, 4, 16)},
-}
 EPP_LABELS = {
     "direct": "Envoy alone",
     "picked": "picked",

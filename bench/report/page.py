@@ -28,8 +28,8 @@ _INTRODUCTION = f"""\
 # Measured
 
 `make report` measures what is on this page and writes it, in 45 minutes; \
-`make report REPORT='--only tiers judges agents_jobs agents_ablation held_agents unequal_engines \
-scale epp'` measures the sections that take longer. Engines are real SGLang processes with small \
+`make report REPORT='--only tiers judges agents_jobs agents_ablation unequal_engines \
+epp'` measures the sections that take longer. Engines are real SGLang processes with small \
 local models on the CPU, unless a section says otherwise: absolute times are not those of a GPU. \
 Arms that are compared ran on the same machine in the same run.
 """
@@ -46,9 +46,6 @@ _OTHERS = """\
 | page | command |
 |---|---|
 | [the table of clients](reference/clients.md) | `make test-clients` |
-| [faults under load](how/measuring.md#faults-under-load) | `python -m bench.chaos` |
-| memory and files over hours | `python -m bench.soak` |
-| answers of two ranks | `python -m bench.rank_agreement` |
 | [a GPU](how/measuring.md) | `make gpu-report` |
 """
 

@@ -1,7 +1,6 @@
 """The steps of a report and about how long each takes on two cores.
 
 Other machines are slower: a step is ended as one that hangs only after `HANG` times as long.
-`soak`, `chaos` and `rank_agreement` are not among them: they run for as long as one likes.
 """
 
 from __future__ import annotations
@@ -67,10 +66,8 @@ _PEERS = ("nginx", *ROUTERS)
 
 # Without a time in quick form, a step is one of the full report, and of `--only`.
 STEPS = (
-    Planned("store", 5, 120),
     Planned("tool_loop", 10, 120),
     Planned("proxy_profile", 15, 120, "bench.proxy", ("--profile",)),
-    Planned("templates", 50, 400),
     Planned("index", 120, 900),
     Planned("proxy", 125, 900, needs=_PEERS),
     Planned("routing", 250, 5400, needs=ROUTERS),
@@ -83,8 +80,6 @@ STEPS = (
     Planned("routing_harnesses", 315, 5400, "bench.routing", ("--harnesses",), needs=ROUTERS),
     Planned("fanout", 65, 400, has_engines=True),
     Planned("header_strip", 145, 900, has_engines=True),
-    Planned("tenant_probe", 0, 900, has_engines=True),
-    Planned("misroute", 0, 600, has_engines=True),
     Planned("warm_turn", 225, 1200, has_engines=True),
     Planned("long_history", 160, 1200, has_engines=True),
     Planned("pin_flood", 300, 1500, has_engines=True),
@@ -92,8 +87,6 @@ STEPS = (
     Planned("priority", 290, 1200, has_engines=True),
     Planned("speculative_prefill", 275, 1500, has_engines=True),
     Planned("unequal_engines", 0, 900, "bench.routing", ("--speeds", "1,1,0.5,0.25")),
-    Planned("scale", 0, 2400),
-    Planned("held_agents", 0, 900),
     Planned("epp", 0, 600),
     Planned("agents_jobs", 0, 1800, has_engines=True),
     Planned("agents_ablation", 0, 1800, "bench.agents_jobs", ("--ablation",), has_engines=True),

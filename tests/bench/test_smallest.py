@@ -13,20 +13,15 @@ from sgl_ext_cpu.envoy import install_envoy
 from sgl_ext_cpu.node import FORKING, ROOT
 from sgl_ext_cpu.nursery import Nursery
 
-LONGEST = ("scale", "templates")
-WITHOUT_ENGINES = (
-    *("index", "held_agents", "proxy", "routing", "scale", "store", "templates", "tool_loop"),
-)
+WITHOUT_ENGINES = ("index", "proxy", "routing", "tool_loop")
 WITH_ENGINES = (
-    *("fanout", "header_strip", "misroute", "pin_flood", "priority", "speculative_prefill"),
-    *("tenant_probe", "warm_turn", "long_history", "chaos", "soak", "tiers", "agents_jobs"),
+    *("fanout", "header_strip", "pin_flood", "priority", "speculative_prefill"),
+    *("warm_turn", "long_history", "tiers", "agents_jobs"),
 )
 TIMED = ("warm_turn", "long_history")
 
 # It runs a real Envoy.
 GATEWAY = "epp"
-# Its engines are started by themselves, and take long.
-ALONE = "rank_agreement"
 
 Bench = Callable[[str], dict[str, object]]
 
@@ -63,10 +58,7 @@ def test_routers_in_front_of_engines_of_unequal_speed() -> None:
 
 
 @pytest.mark.long
-@pytest.mark.parametrize(
-    "name",
-    [pytest.param(n, marks=[pytest.mark.slow] * (n in LONGEST)) for n in WITHOUT_ENGINES],
-)
+@pytest.mark.parametrize("name", WITHOUT_ENGINES)
 def test_a_bench_without_engines_holds_its_invariants(name: str) -> None:
     assert run_smallest(name)["bench"] == name
 
@@ -87,13 +79,6 @@ def test_a_bench_of_engines_holds_its_invariants(name: str, bench_with_engines: 
     assert bench_with_engines(name)["bench"] == name
 
 
-@pytest.mark.engine
-@pytest.mark.slow
-def test_the_ranks_of_two_nodes_agree() -> None:
-    figures = run_smallest(ALONE)
-    assert figures["disagreements"] == 0
-
-
 def test_no_bench_is_left_out() -> None:
     scripts = {path.stem for path in (ROOT / "bench").glob("*.py")} - {"__init__"}
-    assert scripts == {*WITHOUT_ENGINES, *WITH_ENGINES, ALONE, GATEWAY}
+    assert scripts == {*WITHOUT_ENGINES, *WITH_ENGINES, GATEWAY}

@@ -1,1 +1,0 @@
-"""Faults of a running node, and what shows that it has recovered."""

@@ -1,1 +1,0 @@
-"""Parts of bench/misroute: its load, the engines' events, the verdicts and the figures."""

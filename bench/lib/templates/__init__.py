@@ -1,1 +1,0 @@
-"""How bench.templates makes conversations and what it compares."""
