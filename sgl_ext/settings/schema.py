@@ -253,7 +253,7 @@ class BalancerSettings(RequestSettings, frozen=True, kw_only=True):
         RELOADS,
         "Learn how much slower an engine is than others, and place by it: how/routing.md.",
     ] = True
-    queue_timeout_s: Annotated[PositiveSeconds, RELOADS, "Longest wait for capacity."] = 240.0
+    queue_timeout_s: Annotated[PositiveSeconds, RELOADS, "Longest wait for capacity."] = 480.0
     first_byte_s: Annotated[
         Seconds,
         RELOADS,
@@ -271,7 +271,7 @@ class BalancerSettings(RequestSettings, frozen=True, kw_only=True):
         RELOADS,
         "Longest time that a request is held back while agents need more memory than there is; 0: "
         "never. guide/priority.md.",
-    ] = 120.0
+    ] = 240.0
     compile_timeout_s: Annotated[
         Seconds,
         "Longest silence of an engine that compiles, or has just started, before it is checked for "
