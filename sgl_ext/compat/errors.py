@@ -364,10 +364,16 @@ _RECORDS = {
 async def note_abort(
     original: Callable[..., Awaitable[Any]], manager: Any, out: Any, *args: Any, **kw: Any
 ) -> Any:
-    """Around `TokenizerManager._handle_abort_finish_reason`: notes the status of an abort."""
+    """Around `TokenizerManager._handle_abort_finish_reason`: notes the status of an abort.
+
+    On /generate its text is a part of the answer, so it is worded here.
+    """
     finish, context = out["meta_info"]["finish_reason"], current()
     if context is not None and finish.get("type") == "abort":
         context.failed_status = finish.get("status_code") or HTTPStatus.INTERNAL_SERVER_ERROR
+        longer = too_long(str(finish.get("message")))
+        if longer is not None and longer.most_tokens and context.path in GENERATE.paths:
+            finish["message"] = longer.openai
     return await original(manager, out, *args, **kw)
 
 

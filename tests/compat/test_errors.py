@@ -37,7 +37,7 @@ from sgl_ext.compat.errors import (
     shaped,
     with_field,
 )
-from sgl_ext.engine.core.request_context import RequestContext, enter, put_on
+from sgl_ext.engine.core.request_context import RequestContext, enter, entered, put_on
 from sgl_ext.protocols.chat import CHAT
 from sgl_ext.protocols.registry import errors_of
 from sgl_ext.protocols.responses import RESPONSES
@@ -595,3 +595,20 @@ def test_a_grammar_that_cannot_be_made_names_its_field(
     assert error.message.startswith(param or "Failed")
     if kind == "structural_tag" and body["text"]:
         assert error.message == "text.format or tools: no grammar can be made of it: x"
+
+
+async def test_generate_says_in_known_words_that_an_aborted_prompt_is_too_long() -> None:
+    async def handle(manager: Any, out: Any) -> Any:
+        return out
+
+    text = "Input length (700 tokens) exceeds the maximum allowed length (700 tokens). Use less."
+    told = {}
+    for path in ("/generate", "/v1/completions"):
+        context = RequestContext(path, {})
+        reason = {"type": "abort", "message": text, "status_code": 400}
+        with entered(context):
+            out = await errors.note_abort(handle, None, {"meta_info": {"finish_reason": reason}})
+        told[path] = out["meta_info"]["finish_reason"]["message"]
+        assert context.failed_status == 400
+    assert told["/generate"].startswith("This model's maximum context length is 699 tokens.")
+    assert told["/v1/completions"] == text, "the error middleware words it"
