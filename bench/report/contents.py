@@ -24,6 +24,20 @@ class Section:
 
 SECTIONS = (
     Section(
+        "recorded",
+        "Recorded sessions",
+        "Sessions of Claude Code as people had them (the public repository "
+        "callanjfox/kv-cache-tester; 142 of 710, by which nothing was chosen), in a closed loop on "
+        "simulated engines in virtual time: 1.5 million tokens of memory, 40,000 tokens of "
+        "prefill a second. The balancer's router and queue, the engines' order and their pins are "
+        "the project's own; of other routers the policy. A turn is within the level if its first "
+        "token comes in the time that computing the mean prompt takes twice, and its stream has a "
+        "fifth of a lone one's speed. Agents are those at which 95% of turns are. Host memory is "
+        "twice the device's.",
+        fleet_tables.recorded,
+        "guide/priority.md",
+    ),
+    Section(
         "warm_turn",
         "A turn whose prefix is cached",
         "A conversation grows by a few words a turn. Host time is TTFT without the model's "

@@ -49,6 +49,20 @@ _POLICY_LABELS = {
     "dynamo_agentic": "Dynamo's agentic preset",
 }
 SPEED_LABELS = {**_POLICY_LABELS, "ours_without_learning": f"{OURS}, no learning"}
+RECORDED_LABELS = {
+    "ours": OURS,
+    "ours_1h": f"{OURS}, marks of an hour",
+    "ours_hicache": f"{OURS}, HiCache",
+    "hicache": "SGLang, HiCache",
+    "fixed_ttl": f"{OURS}, nothing held back",
+    "session_radix": "SGLang, session radix cache",
+    "sglang_router": "cache_aware (sglang-router, smg)",
+    "vllm_router": "sticky (vllm-router)",
+    "llm_d": "sticky until saturated (llm-d)",
+    "dynamo": "Dynamo's agentic preset",
+    "lmetric": "LMetric",
+    "round_robin": "in turn",
+}
 EPP_LABELS = {
     "direct": "Envoy alone",
     "picked": "picked",
