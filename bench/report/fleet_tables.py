@@ -55,8 +55,7 @@ def recorded(found: Figures) -> Iterator[Table]:
     for engines, arms in (look(found, "routers") or {}).items():
         yield arms_table(arms, columns, f"{engines} engines, 40 agents each", RECORDED_LABELS)
     gaps = look(found, "gaps") or {}
-    names = dict.fromkeys(name for one in gaps.values() for name in one)
-    shares = {name: (name, "cached_share") for name in names}
+    shares = {name: (name, "cached_share") for one in gaps.values() for name in one}
     yield arms_table(gaps, shares, "cached share, by the time before a turn", RECORDED_LABELS)
 
 

@@ -78,7 +78,7 @@ STEPS = (
         "routing_unkind", 135, 900, "bench.routing", ("--shape", "published_unkind"), needs=ROUTERS
     ),
     Planned("routing_harnesses", 315, 5400, "bench.routing", ("--harnesses",), needs=ROUTERS),
-    Planned("recorded", 150, 7200),
+    Planned("recorded", 100, 7200),
     Planned("fanout", 65, 400, has_engines=True),
     Planned("header_strip", 145, 900, has_engines=True),
     Planned("warm_turn", 225, 1200, has_engines=True),

@@ -12,9 +12,10 @@ an answer is passed on where it arrives, without the coroutine. Two things end a
 too: its client leaves, or the balancer ends. After that the coroutine finds the request ENDED, and
 ends.
 
-A request whose worker fails before the first byte of its response was sent is sent again elsewhere.
-If it had been sent there, it may be the cause: then it waits for its trial (`routing.trials`), and
-may be refused. After MAX_LOST such failures no request is sent again. The retry budget limits only
+If a worker fails before the first byte of its response reached the client, the request goes to
+another worker. A request that the failed worker had received may be the cause of the failure. Then
+it waits for its trial (`Trials` in `routing/admission.py`), and may be refused. After MAX_LOST such
+failures a request goes to no other worker. The retry budget limits only
 the retries of requests that an engine answered with 503. After the first byte a request is not
 replayed, and a cut stream ends in the protocol's error event.
 
@@ -362,7 +363,7 @@ class Exchange:
     _response = NO_RESPONSE
     _counted_bytes = 0
     _ttft_s = 0.0
-    # Of a request that a later copy may take over: its key, and what was sent; b"" and None else.
+    # If a client may ask for this answer again: the key of its request, and what was sent of it.
     _copy_key = b""
     _sent: bytearray | None = None
     _is_left = False
