@@ -24,6 +24,10 @@ What says `yes` below "reload" changes \
 A flag of a list can be repeated and adds to the list in the file; `--no-strip-headers` empties it \
 first. A flag that is true or false has a `--no-...` form. Times (`-s`) are at most a year.
 
+A time or a size is a number of seconds or bytes, or a text with a unit: `"20s"`, \
+`"5min"`, `"1h"`, `"2d"`; `"64MB"`, `"1GB"`, where a KB is 1,024 bytes. \
+A flag takes the same: `--drain-s 20s`.
+
 The launcher gives each child its settings as JSON in the environment variable `SGLEXT_SETTINGS`. \
 No key is in there: `api-key` names the file or the variable that holds it.
 """

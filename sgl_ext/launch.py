@@ -26,7 +26,7 @@ from sgl_ext.node.child import FLEET, READY, Child, stage_of
 from sgl_ext.node.children import Engine, make_children
 from sgl_ext.node.control import Control, socket_path
 from sgl_ext.node.failure import reason_of
-from sgl_ext.node.flags import why_one_start
+from sgl_ext.node.flags import check_flags, why_one_start
 from sgl_ext.node.keepers import HUNG_LOOK_S, EngineCalls, HungEngines, Keepers, end_at_once
 from sgl_ext.node.log_dir import begin_log, launcher_log, locked, rotated
 from sgl_ext.node.progress import start_progress, summary
@@ -34,7 +34,7 @@ from sgl_ext.node.reloads import Reloads, live_settings
 from sgl_ext.node.restarts import Replacement, Restarts
 from sgl_ext.process import ENGINE_FOLDERS, LossyStream, hold_hangups, on_hangup, remove_stale
 from sgl_ext.settings.schema import LaunchSettings, SettingsError
-from sgl_ext.settings.sources import launch_settings, names_file
+from sgl_ext.settings.sources import launch_flags, launch_settings, names_file
 from sgl_ext.supervision import supervise
 
 log = logging.getLogger(__name__)
@@ -48,6 +48,7 @@ _LIST_S = 0.25
 _ROTATE_S = 5.0
 _LAST_LINES = 20
 _SAID = "sgl-ext: "
+WRONG_COMMAND = 2
 
 
 class StartError(Exception):
@@ -55,13 +56,19 @@ class StartError(Exception):
 
 
 def main(argv: list[str] | None = None) -> None:
-    """Runs a node until SIGTERM or Ctrl-C. Raises SystemExit with the reason of a failure."""
+    """Runs a node until SIGTERM or Ctrl-C. Raises SystemExit with its exit code: 2 if the command
+    line or the file is wrong, which no second start changes; 1 for any other failure."""
     # A terminal that closes ends nothing. The node's processes inherit this.
     hold_hangups()
     argv = sys.argv[1:] if argv is None else argv
     try:
-        reject_foreign_packages()
-        settings = launch_settings(argv)
+        try:
+            reject_foreign_packages()
+            settings = launch_settings(argv)
+            check_flags(settings.engine_args, launch_flags())
+        except SettingsError as error:
+            say_error(error)
+            raise SystemExit(WRONG_COMMAND) from None
         found, notes = check_start(settings)
         console = Console(file=cast(IO[str], LossyStream(sys.stdout)))
         with locked(Path(settings.log_dir)):
@@ -76,13 +83,19 @@ def main(argv: list[str] | None = None) -> None:
                 log.error("the node ends: %s", error)
                 raise
     except _FAILURES as error:
-        raise SystemExit(f"sgl-ext serve: error: {error}") from None
+        say_error(error)
+        raise SystemExit(1) from None
     finally:
         # Engines that were killed could not do so.
         remove_stale(ENGINE_FOLDERS)
 
 
 _FAILURES = (SettingsError, StartError, StoreUnusable)
+
+
+def say_error(error: Exception) -> None:
+    """Prints why a node does not start, or ends."""
+    print(f"sgl-ext serve: {error}", file=sys.stderr)
 
 
 async def serve(

@@ -14,6 +14,8 @@ import pytest
 import yaml
 from sgl_ext_cpu.node import ROOT
 
+from sgl_ext.launch import WRONG_COMMAND
+from sgl_ext.node.children import store_of
 from sgl_ext.recipes import recipes
 from sgl_ext.settings.schema import BalancerSettings
 from sgl_ext.settings.sources import launch_settings
@@ -140,6 +142,18 @@ def test_the_unit_s_command_is_one_of_ours() -> None:
     assert command[1] == "serve"
     assert command[2::2] == ["--config", "--log-dir"]
     assert unit()["Service"]["User"] != "root"
+
+
+def test_a_wrong_file_is_not_tried_again_and_the_store_is_no_log() -> None:
+    service = unit()["Service"]
+    assert int(service["RestartPreventExitStatus"]) == WRONG_COMMAND
+    settings = launch_settings(["--model-path", "m", "--log-dir", "/var/log/sgl-ext"])
+    state = {"STATE_DIRECTORY": f"/var/lib/{service['StateDirectory']}"}
+    assert store_of(settings, state) == "/var/lib/sgl-ext/store.sqlite"
+    assert store_of(settings, {}) == "/var/log/sgl-ext/store.sqlite"
+    assert store_of(settings, {"STATE_DIRECTORY": "/a:/b"}) == "/a/store.sqlite"
+    own = launch_settings(["--model-path", "m", "--store", "own.sqlite"])
+    assert store_of(own, state) == "own.sqlite"
 
 
 @pytest.mark.skipif(shutil.which("systemd-analyze") is None, reason="systemd is not installed")

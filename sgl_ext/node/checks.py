@@ -10,6 +10,7 @@ from contextlib import suppress
 from difflib import get_close_matches
 from pathlib import Path
 
+from sgl_ext.node.children import store_of
 from sgl_ext.node.flags import check_addresses, check_flags, values_of
 from sgl_ext.node.hardware import (
     CPU_PLATFORM,
@@ -28,7 +29,6 @@ from sgl_ext.sizing.model import SizingError, model_folder, read_config, weight_
 def check_start(settings: LaunchSettings) -> tuple[Hardware | None, list[str]]:
     """The devices for the engines, None if they run on other machines, and what the operator should
     know. Raises SettingsError for what would end the start; what takes seconds comes last."""
-    check_flags(settings.engine_args, launch_flags())
     check_addresses(settings)
     check_shared_tier(settings)
     notes = [check_disks(settings)]
@@ -171,10 +171,11 @@ def check_disks(settings: LaunchSettings) -> str:
     wanted = [("log_dir", settings.log_dir, settings.log_limit_bytes * children)]
     if balancer.request_log is not None:
         wanted.append(("request_log", balancer.request_log, balancer.request_log_limit_bytes))
-    store = balancer.store
-    if balancer.store_limit_bytes and (store is None or (store != IN_MEMORY and ":" not in store)):
-        name = "log_dir" if store is None else "store"
-        wanted.append((name, store or settings.log_dir, balancer.store_limit_bytes))
+    store = store_of(settings)
+    if balancer.store_limit_bytes and store != IN_MEMORY and ":" not in store:
+        is_beside_logs = Path(store).parent == Path(settings.log_dir)
+        named = ("log_dir", settings.log_dir) if is_beside_logs else ("store", store)
+        wanted.append((*named, balancer.store_limit_bytes))
     by_disk: dict[int, tuple[str, str, int]] = {}
     for name, path, size in wanted:
         there = _existing(Path(path))

@@ -1,7 +1,8 @@
 """The launcher's children: its engines, or what keeps those on Ray, and its balancer."""
 
+import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from itertools import pairwise
 from pathlib import Path
 from socket import gethostname
@@ -61,6 +62,15 @@ def served_model(settings: LaunchSettings) -> str:
 
 _STORE = "store.sqlite"
 _ENGINES = "engines.json"
+# systemd sets it to the unit's StateDirectory, or several.
+_STATE_FOLDERS = "STATE_DIRECTORY"
+
+
+def store_of(settings: LaunchSettings, environ: Mapping[str, str] = os.environ) -> str:
+    """Where responses and contexts are stored: where the settings say, or else in systemd's
+    StateDirectory, or else beside the logs."""
+    folder = environ.get(_STATE_FOLDERS, "").partition(":")[0] or settings.log_dir
+    return settings.balancer.store or str(Path(folder) / _STORE)
 
 
 class EngineList:
@@ -110,7 +120,7 @@ def make_children(
     logs, balancer = Path(settings.log_dir), settings.balancer
     logs.mkdir(mode=0o700, parents=True, exist_ok=True)
     require_free(balancer.host, balancer.port)
-    store = balancer.store or str(logs / _STORE)
+    store = store_of(settings)
     check_store(store, balancer.store_limit_bytes)
     node = f"{gethostname()}:{balancer.port}"
     if found is None:

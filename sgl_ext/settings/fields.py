@@ -10,7 +10,40 @@ from msgspec import inspect
 
 from sgl_ext.settings.schema import Reload, SettingsError
 
-_METAVARS = (("_s", "SECONDS"), ("_bytes", "BYTES"), ("_tokens", "TOKENS"))
+_METAVARS = (
+    *(("_s", "SECONDS"), ("_bytes", "BYTES"), ("_tokens", "TOKENS")),
+    ("byte_budget", "BYTES"),
+)
+_KIB = 1 << 10
+# Of the settings whose values may have a unit, by their metavar. Sizes count as GPUs are sold.
+UNITS: Mapping[str, Mapping[str, float]] = {
+    "SECONDS": {"ms": 0.001, "s": 1, "min": 60, "m": 60, "h": 3_600, "d": 86_400},
+    "BYTES": {
+        "B": 1,
+        **{unit: _KIB**n for n, k in enumerate("KMGT", 1) for unit in (k, f"{k}B", f"{k}iB")},
+    },
+}
+_SHOWN_UNITS = {"SECONDS": "20s, 5min, 1h or 2d", "BYTES": "64MB or 1GB"}
+_WITH_UNIT = re.compile(r"([0-9]+(?:\.[0-9]+)?) ?([A-Za-z]+)")
+
+
+def without_unit(value: object, metavar: str) -> object:
+    """The number for a text such as `20s` or `64MB`; any other value as it is.
+
+    metavar: of the setting, which decides what units there are.
+    """
+    units = UNITS.get(metavar)
+    if units is None or not isinstance(value, str):
+        return value
+    found = _WITH_UNIT.fullmatch(value.strip())
+    factor = found and {unit.lower(): factor for unit, factor in units.items()}.get(
+        found[2].lower()
+    )
+    if found is None or factor is None:
+        return value
+    number = float(found[1]) * factor
+    # A part of a byte does not count, and a number of seconds stays what was written.
+    return int(number) if metavar == "BYTES" else round(number, 6)
 
 
 class Field(NamedTuple):
@@ -50,10 +83,13 @@ class Field(NamedTuple):
         is_text: the value is from a command line, where numbers are text.
         """
         try:
-            return msgspec.convert(value, self.annotation, strict=not is_text)
+            number = without_unit(value, self.metavar)
+            return msgspec.convert(number, self.annotation, strict=not is_text)
         except msgspec.ValidationError:
             shown = "" if self.is_secret else f"={value!r}"
-            raise SettingsError(f"{called}{shown}: must be {self.allowed}") from None
+            units = _SHOWN_UNITS.get(self.metavar)
+            form = f", or with a unit, as {units}" if units and isinstance(value, str) else ""
+            raise SettingsError(f"{called}{shown}: must be {self.allowed}{form}") from None
 
 
 @cache

@@ -313,7 +313,8 @@ class BalancerSettings(RequestSettings, frozen=True, kw_only=True):
         Store | None,
         OPENED,
         f"SQLite file for responses and contexts, {IN_MEMORY}, or the URL of a Redis or PostgreSQL "
-        "that balancers share. The launcher's default is store.sqlite in log-dir. See "
+        "that balancers share. The launcher's default is store.sqlite in log-dir, or in systemd's "
+        "StateDirectory. See "
         "guide/fleet.md.",
     ] = None
     store_limit_bytes: Annotated[StoreBytes, "Largest size of the store; 0: no store."] = 1 << 30

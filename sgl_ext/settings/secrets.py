@@ -39,7 +39,9 @@ def read_source(setting: str, source: str, environ: Mapping[str, str] = os.envir
     try:
         text = Path(name).read_text() if kind == "file" else environ[name]
     except KeyError:
-        raise SettingsError(f"{setting}={source!r}: cannot be read: it is not set") from None
+        give = f"export {name}=..., or give file:PATH"
+        unset = f"cannot be read: the variable is not set; {give}"
+        raise SettingsError(f"{setting}={source!r}: {unset}") from None
     except (OSError, UnicodeDecodeError) as error:
         reason = "not text" if isinstance(error, UnicodeDecodeError) else error
         raise SettingsError(f"{setting}={source!r}: cannot be read: {reason}") from None

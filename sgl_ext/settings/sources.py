@@ -5,8 +5,10 @@ argparse and msgspec take 64 ms to import; tyro takes 151, cyclopts 155 and pyda
 """
 
 import argparse
+import re
 import tomllib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from difflib import get_close_matches
 from ipaddress import ip_address
 from pathlib import Path
@@ -76,7 +78,12 @@ def launch_settings(argv: Sequence[str]) -> LaunchSettings:
     file_args = given.read_file(None if config is None else settings_file(config))
     given.read_flags(flags, {**TABLES["launch"], **TABLES["balancer"]})
     if "model_path" not in given.values:
-        raise SettingsError("model_path: missing; give --model-path or [launch] model-path")
+        where = (
+            "a file with [launch] model-path"
+            if config is None
+            else f"{config}: [launch] model-path"
+        )
+        raise SettingsError(f"model_path: missing; give --model-path PATH, or {where}")
     settings = LaunchSettings(
         **given.values_of(LaunchSettings),
         engine_args=(*file_args, *engine_args),
@@ -299,10 +306,21 @@ def check_launch(settings: LaunchSettings, names: Mapping[str, str] = {}) -> Non
 def check_balancer(settings: BalancerSettings, names: Mapping[str, str] = {}) -> None:
     """Raises SettingsError for the first rule that a balancer's settings break."""
     _raise_first(_balancer_problems(settings), names)
-    if settings.store is not None:
-        read_store(settings.store)
-    read_api_key(settings.api_key)
-    EngineSecret(settings.engine_secret)
+    with _called(names):
+        if settings.store is not None:
+            read_store(settings.store)
+        read_api_key(settings.api_key)
+        EngineSecret(settings.engine_secret)
+
+
+@contextmanager
+def _called(names: Mapping[str, str]) -> Iterator[None]:
+    """Has an error that begins with a setting's name call it by its flag, or by file and key."""
+    try:
+        yield
+    except SettingsError as error:
+        name, found, rest = re.split(r"(=|: )", str(error), maxsplit=1)
+        raise SettingsError(names.get(name, name) + found + rest) from None
 
 
 def check_picker(settings: PickerSettings, names: Mapping[str, str] = {}) -> None:

@@ -248,8 +248,6 @@ def test_bad_configuration_stops_before_a_process_starts(tmp_path: Path) -> None
     command = [sys.executable, "-m", "sgl_ext.launch", "--model-path", "m", "--instances", "0"]
     command += ["--log-dir", str(tmp_path / "logs")]
     ended = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
-    assert ended.returncode == 1
-    assert (
-        ended.stderr == "sgl-ext serve: error: --instances='0': must be an integer of at least 1\n"
-    )
+    assert ended.returncode == 2
+    assert ended.stderr == "sgl-ext serve: --instances='0': must be an integer of at least 1\n"
     assert not os.path.exists(tmp_path / "logs")

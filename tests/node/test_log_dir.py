@@ -32,7 +32,7 @@ def test_a_second_node_ends_and_names_the_directory_and_the_first(tmp_path: Path
         )
         assert ended.returncode == 1
         owner = f"in use by another node (process {os.getpid()}); each needs its own\n"
-        assert ended.stderr == f"sgl-ext serve: error: log_dir={str(logs)!r}: {owner}"
+        assert ended.stderr == f"sgl-ext serve: log_dir={str(logs)!r}: {owner}"
         assert (logs / "engine-0.log").read_text() == "of the first"
     with locked(logs):
         pass

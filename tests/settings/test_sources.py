@@ -138,6 +138,56 @@ def test_a_bad_value_of_a_flag_is_named(flags: str, error: str) -> None:
         launch_settings(["--model-path", "m", *flags.split()])
 
 
+def test_times_and_sizes_may_have_units(tmp_path: Path) -> None:
+    text = """
+    [launch]
+    pin-ttl-s = "5min"
+    log-limit-bytes = "64MB"
+    [balancer]
+    drain-s = "1.5 s"
+    aging-s = 7
+    response-ttl-s = "2d"
+    byte-budget = "1GiB"
+    [hints.harness.codex]
+    ttl-s = "1h"
+    """
+    flags = ["--restart-drain-s", "1h", "--max-body-bytes", "2M", "--first-byte-s", "250ms"]
+    settings = read(tmp_path, text, "--model-path", "m", *flags, "--queue-timeout-s", "20")
+    balancer = settings.balancer
+    assert (settings.engine.pin_ttl_s, settings.log_limit_bytes) == (300, 64 << 20)
+    assert (balancer.drain_s, balancer.aging_s, balancer.response_ttl_s) == (1.5, 7, 172_800)
+    assert (balancer.byte_budget, balancer.max_body_bytes) == (1 << 30, 2 << 20)
+    assert (settings.restart_drain_s, balancer.first_byte_s) == (3600, 0.25)
+    assert (balancer.queue_timeout_s, balancer.hints[0].ttl_s) == (20, 3600)
+
+
+@pytest.mark.parametrize(
+    ("line", "error"),
+    [
+        ("drain-s = '20 parsecs'", r"drain-s='20 parsecs': .*, or with a unit, as 20s, 5min"),
+        ("drain-s = '20'", r"drain-s='20': must be a number from 0"),
+        ("drain-s = '20MB'", r"drain-s='20MB': must be a number"),
+        ("drain-s = '2000d'", r"drain-s='2000d': must be a number from 0"),
+        ("max-body-bytes = '1h'", r"max-body-bytes='1h': .*, or with a unit, as 64MB"),
+        ("max-connections = '1k'", r"max-connections='1k': must be an integer of at least 1$"),
+    ],
+)
+def test_a_wrong_unit_is_named_with_file_and_key(tmp_path: Path, line: str, error: str) -> None:
+    with pytest.raises(SettingsError, match=r"node\.toml: \[balancer\] " + error):
+        read(tmp_path, f"[balancer]\n{line}", "--model-path", "m")
+
+
+def test_a_secret_that_cannot_be_read_is_named_with_file_and_key(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("SGL_UNSET", raising=False)
+    said = r"\[balancer\] api-key='env:SGL_UNSET': .*not set; export SGL_UNSET="
+    with pytest.raises(SettingsError, match=said):
+        read(tmp_path, "[balancer]\napi-key = 'env:SGL_UNSET'", "--model-path", "m")
+    with pytest.raises(SettingsError, match=r"^--store='redis://:...@h': a password"):
+        launch_settings(["--model-path", "m", "--store", "redis://:hush@h"])
+
+
 def test_a_node_needs_a_model_and_a_file_that_exists() -> None:
     with pytest.raises(SettingsError, match="model_path: missing"):
         launch_settings([])

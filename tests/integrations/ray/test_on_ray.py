@@ -196,7 +196,7 @@ def test_a_second_launcher_and_engines_that_do_not_fit_are_refused(
         scaled, stopped = fleet.command("scale", "7"), fleet.command("stop")
     assert "a launcher keeps this fleet already" in again.result()
     error = large.result()
-    start = "sgl-ext serve: error: 1 more engines need 4 CPUs on one node each, 4 CPUs in all"
+    start = "sgl-ext serve: 1 more engines need 4 CPUs on one node each, 4 CPUs in all"
     assert error.startswith(start)
     assert "has 0 of 1 free" in error
     assert "5 more engines need 1 CPU on one node each" in scaled.stderr
