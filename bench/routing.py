@@ -1,11 +1,10 @@
 """How much of the possible cache reuse does each router get from the same workers, and which TTFT?
 
-The trace of a swarm of agents (bench/trace/swarm.py) goes as a closed loop through each router,
-a real process, to simulated engines (bench/sim/engine.py) that are started for each run. The
-engines of `ours` have the plugin: they strip a billing header, publish prefix events and take
-their queues in our order; those of `ours_fcfs` serve first what comes first. The other routers
-have stock engines. Only `vllm_router` gets the session header, which its policy needs; other
-fields say where all routers get it.
+The trace of teams of agents (bench/trace/swarm.py) goes as a closed loop through each router, a
+real process, to simulated engines (bench/sim/engine.py) that are started for each run. The
+engines of `ours` have the plugin: they publish prefix events and take their queues in our order;
+those of `ours_fcfs` serve first what comes first. The other routers have stock engines. Only
+`vllm_router` gets the session header, which its policy needs.
 
     ours            python -m sgl_ext.balancer.serve
     round_robin     smg --policy round_robin
@@ -14,91 +13,91 @@ fields say where all routers get it.
     smg             its default, cache_aware
     vllm_router     sticky_least_loaded
 
+Arms run in turns within each round, in another order each round. Before and after each arm the
+control goes straight to an engine: the same request, one after another. If the controls of a run
+lie further apart than a third, the machine was not the same for all arms, and the run is not valid.
+
 `share_of_ideal` compares with one worker that has an infinite cache, over the calls that were
 made: calls stop at a run's time limit, so a slow router makes fewer. `read_write` counts output
-tokens as written. `load_max_over_mean` is of seconds of prefill. `--quick` halves prompts and
-prefill speed. `--shape published_kind` and `published_unkind` send sessions of the published
-shape instead (bench/trace/published.py), and `--trace FILE` a trace in Mooncake's format: both with
-a tenth of the tokens and pauses, on engines that take a tenth of the time. `--real`
-sends a small trace to two real CPU engines: all to one of them, through our balancer, and in
-rotation.
-
-`--harnesses`: 128 people with the same harness, or with eight (bench/trace/harness.py), who begin
-within five seconds. No router gets a session header but `vllm_router`. `ours_without_events` is
-our router in front of stock engines, which only answer. Each figure is the spread of some seeds.
-`moves` counts, at the workers, requests that came to another worker than the one before of the
-same conversation. `simulated` has many seeds more, of our router alone, without processes.
-
-`--speeds 1,1,0.5,0.25`: engines of these speeds, in virtual time (`bench/sim/speeds.py`): our
-router with and without what it learns of them, and policies of other routers.
+tokens as written. `load_max_over_mean` is of seconds of prefill. `moves` counts, at the workers,
+requests that came to another worker than the one before of the same conversation. `--quick`
+halves prompts and prefill speed.
 """
 
 from __future__ import annotations
 
+import json
+import statistics
+import subprocess
 import sys
-from collections.abc import Iterable, Sequence
-from dataclasses import replace
-from functools import partial
-from math import inf
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, replace
+from functools import lru_cache, partial
+from pathlib import Path
 from typing import Any
 
-from bench.lib.script import Size, parser_of, run
+import requests
+from sgl_ext_cpu.node import ROOT, free_port, is_healthy, running_balancer, running_process
+
+from bench.lib.arms import rotated
+from bench.lib.other_routers import running_peer
+from bench.lib.script import Size, parser_of, precondition, require, run
 from bench.lib.spread import spread
 from bench.sim.engine import EngineConfig
-from bench.sim.seeds import simulate_seeds
-from bench.sim.speeds import measure_speeds
-from bench.trace import harness
-from bench.trace.agents import TraceConfig
-from bench.trace.options import add_trace_options, trace_of
-from bench.trace.published import VARIANTS as PUBLISHED
-from bench.trace.run import FCFS, NO_EVENTS, POLICIES, Setup, ideal_ratio, measure
+from bench.trace.agents import Agent, TraceConfig
+from bench.trace.calls import CHAT, MODEL, Call, compile_calls, ideal_of
+from bench.trace.load_generator import Outcome
+from bench.trace.swarm import make_swarm
+from sgl_ext.settings.schema import EngineSettings
 
+SESSION_HEADER = "x-session-id"
+MOST_APART = 4 / 3
+"""The slowest control of a valid run over the fastest one."""
+FCFS = "ours_fcfs"
+"""Our router in front of engines with the plugin that serve first what comes first."""
+_OF_ITS_OWN_REQUESTS = ("--policy", "power_of_two", "--power-of-two-load-metric", "least_requests")
+_PEERS: dict[str, tuple[str, tuple[str, ...]]] = {
+    "round_robin": ("smg", ("--policy", "round_robin")),
+    "least_loaded": ("smg", _OF_ITS_OWN_REQUESTS),
+    "sglang_router": ("sglang-router", ()),
+    "smg": ("smg", ()),
+    "vllm_router": ("vllm-router", ()),
+}
+POLICIES = ("ours", FCFS, *_PEERS)
 _HEADER_GIVEN = "vllm_router"
-_WITHOUT_HEADER = "vllm_router_without_header"
-_OF_SEEDS = (
-    "ttft_p50_ms",
-    "ttft_p95_ms",
-    "ttft_p99_ms",
-    "cached_ratio",
-    "load_max_over_mean",
-    "moves",
-)
-_ROUTERS = tuple(policy for policy in POLICIES if policy not in ("ours", "least_loaded"))
-_COLLAPSING = ("ours", "sglang_router", "smg")
+_AGING_S = EngineSettings().aging_s
+_CONTROLS = 40
 
 
-def quick_setup(variant: str = "team") -> Setup:
-    """Four workers, half-sized prompts, and sessions that act at eight times a person's pace."""
-    trace = TraceConfig(variant, sessions=40, scale=0.5, pace=8, ramp_s=10)
-    if variant == "no_sharing":
-        trace = replace(trace, sessions=24, pace=4)
-    engine = _engine(scale=0.5, decode_s=0.001, capacity_tokens=200_000)
-    return Setup(trace, engine, 4, limit_s=21 if variant == "team" else 10)
+@dataclass(frozen=True)
+class Setup:
+    """A trace, the engines it is sent to, and for how long new calls start."""
+
+    trace: TraceConfig
+    engine: EngineConfig
+    workers: int
+    limit_s: float
+    rounds: int
+    policies: tuple[str, ...] = POLICIES
 
 
-def full_setup(variant: str = "team", workers: int = 4) -> Setup:
-    """Full-sized prompts, and ten sessions a worker that act at four times a person's pace."""
-    trace = TraceConfig(variant, sessions=10 * workers, pace=4)
-    engine = _engine(scale=1, decode_s=0.003, capacity_tokens=500_000)
-    return Setup(trace, engine, workers, 110)
+def setup_of(size: Size) -> Setup:
+    """Full: full-sized prompts, and ten sessions a worker that act at four times a person's pace.
+    Quick: half-sized prompts, and twice that pace. Smallest: our router alone, for some seconds."""
+    if size == "full":
+        trace = TraceConfig(sessions=40, pace=4)
+        return Setup(trace, _engine(1, 0.003, 500_000), workers=4, limit_s=110, rounds=5)
+    if size == "quick":
+        trace = TraceConfig(sessions=40, scale=0.5, pace=8, ramp_s=10)
+        return Setup(trace, _engine(0.5, 0.001, 200_000), workers=4, limit_s=13, rounds=2)
+    trace = TraceConfig(sessions=4, scale=0.1, pace=40, ramp_s=1)
+    return Setup(trace, _engine(0.1, 0.0001, 20_000), 2, limit_s=3, rounds=1, policies=("ours",))
 
 
-def lapsed_setup(*, is_quick: bool) -> Setup:
-    """A tenth of a trace's tokens and times, so that sessions of an hour fit a run of minutes."""
-    stock, part = EngineConfig(), 0.1
-    trace = TraceConfig("published_kind", sessions=40, scale=part, pace=1 / part)
-    engine = replace(
-        stock,
-        capacity_tokens=int(stock.capacity_tokens * part),
-        chunk_tokens=int(stock.chunk_tokens * part),
-        prefill_base_s=stock.prefill_base_s * part,
-        decode_base_s=stock.decode_base_s * part,
-        decode_per_request_s=stock.decode_per_request_s * part,
-    )
-    return Setup(trace, engine, 4, limit_s=20 if is_quick else 110)
-
-
-def _engine(*, scale: float, decode_s: float, capacity_tokens: int) -> EngineConfig:
+def _engine(scale: float, decode_s: float, capacity_tokens: int) -> EngineConfig:
     stock = EngineConfig()
     return replace(
         stock,
@@ -110,163 +109,178 @@ def _engine(*, scale: float, decode_s: float, capacity_tokens: int) -> EngineCon
     )
 
 
-def with_billing_header(setup: Setup) -> Setup:
-    """The same, each conversation's system prompt opened by a billing header of its own."""
-    return replace(setup, trace=replace(setup.trace, billing_header=True))
-
-
-def compare(
-    setup: Setup, policies: Iterable[str] = POLICIES, *, header: bool = False
-) -> dict[str, dict[str, Any]]:
-    """Each policy's figures; `header` gives every router the session header."""
-    found = {}
-    for policy in policies:
-        found[policy] = measure(policy, setup, header=header or policy == _HEADER_GIVEN)
-        print(f"{setup.trace.variant} {setup.workers} {policy}: {found[policy]}", file=sys.stderr)
-    return found
-
-
 def main() -> None:
-    parser = parser_of(__doc__)
-    parser.add_argument("--real", action="store_true", help="two real CPU engines instead")
-    parser.add_argument("--harnesses", action="store_true", help="people with the same harnesses")
-    parser.add_argument("--speeds", type=_speeds, help="of the engines, in virtual time")
-    add_trace_options(parser)
-    options = parser.parse_args()
-    if options.trace or options.shape in PUBLISHED:
-        setup = lapsed_setup(is_quick=options.size != "full")
-    else:
-        setup = full_setup() if options.size == "full" else quick_setup()
-    if options.real:
-        from bench.trace import real_engines
-
-        given = trace_of(parser, options, real_engines.TRACE)
-        run("routing", partial(real_engines.measure_real, given or real_engines.TRACE))
-    elif options.speeds:
-        run("routing", partial(measure_unequal, options.speeds, options.size))
-    elif options.harnesses:
-        run("routing", partial(measure_harnesses, size=options.size))
-    elif given := trace_of(parser, options, setup.trace):
-        run("routing", partial(measure_one, replace(setup, trace=given)))
-    elif options.size == "smallest":
-        run("routing", measure_smallest)
-    else:
-        run("routing", partial(measure_all, is_quick=options.size == "quick"))
+    options = parser_of(__doc__).parse_args()
+    run("routing", partial(compare, options.size))
 
 
-def measure_one(setup: Setup) -> dict[str, Any]:
-    """All routers on one trace."""
-    ideal = round(ideal_ratio(setup.trace), 4)
-    arms = (POLICIES[0], FCFS, *POLICIES[1:])
-    return {"workers": setup.workers, "ideal_cached_ratio": ideal, **compare(setup, arms)}
-
-
-def measure_smallest() -> dict[str, Any]:
-    """Our router alone, for some seconds on two small engines."""
-    trace = TraceConfig(sessions=4, scale=0.1, pace=40, ramp_s=1)
-    engine = _engine(scale=0.1, decode_s=0.0001, capacity_tokens=20_000)
-    setup = Setup(trace, engine, workers=2, limit_s=3)
-    return {"workers": setup.workers, **compare(setup, ("ours",))}
-
-
-def harness_setup(variant: str, *, people: int = 128, limit_s: float = 60.0) -> Setup:
-    """Half-sized prompts, and people who act at eight times their pace."""
-    trace = TraceConfig(variant, sessions=people, calls=12, scale=0.5, pace=8, ramp_s=40)
-    return Setup(trace, _engine(scale=0.5, decode_s=0.003, capacity_tokens=400_000), 4, limit_s)
-
-
-def measure_harnesses(size: Size) -> dict[str, Any]:
-    """All routers with people of one harness, and of eight."""
-    seeds, simulated, limit_s = {"full": (5, 200, 60.0), "quick": (2, 10, 6.5)}.get(
-        size, (1, 1, 5.0)
-    )
-    policies: tuple[str, ...] = ("ours", NO_EVENTS, *_ROUTERS, _WITHOUT_HEADER)
-    if size == "smallest":
-        policies = (NO_EVENTS,)
-    found: dict[str, Any] = {}
-    for variant in harness.VARIANTS:
-        setup = harness_setup(variant, people=8 if size == "smallest" else 128, limit_s=limit_s)
-        rounds: dict[str, list[dict[str, Any]]] = {policy: [] for policy in policies}
-        for seed in range(1, seeds + 1):
-            seeded = replace(setup, trace=replace(setup.trace, seed=seed))
-            for policy in policies:
-                name = policy.removesuffix("_without_header")
-                figures = measure(name, seeded, header=policy == _HEADER_GIVEN)
-                rounds[policy].append(figures)
-                print(f"{variant} {seed} {policy}: {figures}", file=sys.stderr)
-        found[variant] = {
-            policy: {field: spread([each[field] for each in figures]) for field in _OF_SEEDS}
-            for policy, figures in rounds.items()
-        }
-        found[variant]["simulated"] = simulate_seeds(
-            setup.trace, setup.engine, setup.workers, range(1, simulated + 1)
-        )
-    return {"workers": 4, **found}
-
-
-def _speeds(text: str) -> tuple[float, ...]:
-    speeds = tuple(map(float, text.split(",")))
-    if len(speeds) < 2 or not all(0 < speed < inf for speed in speeds):
-        raise ValueError(text)
-    return speeds
-
-
-def measure_unequal(speeds: Sequence[float], size: Size) -> dict[str, Any]:
-    """Our router with and without learning, and other policies. Sessions begin all the time, as
-    nothing is known at first; `crowded` has half as many more, which memory does not hold."""
-    if size == "smallest":
-        trace = TraceConfig(sessions=4, scale=0.1, pace=40, ramp_s=1)
-        engine = _engine(scale=0.1, decode_s=0.0001, capacity_tokens=20_000)
-        return measure_speeds({"team": (trace, engine)}, speeds, [1])
-    lapsed, team, stock = lapsed_setup(is_quick=False), quick_setup(), EngineConfig()
-    # A tenth of the tokens at the usual steps take a tenth of the time.
-    engine = replace(
-        lapsed.engine,
-        decode_base_s=stock.decode_base_s,
-        decode_per_request_s=stock.decode_per_request_s,
-    )
-    sessions = max(2, round(11 * sum(speeds)))
-    trace = replace(lapsed.trace, sessions=sessions, ramp_s=600)
-    setups = {
-        "team": (replace(team.trace, sessions=sessions, ramp_s=400), team.engine),
-        **{variant: (replace(trace, variant=variant), engine) for variant in PUBLISHED},
-        "crowded": (replace(trace, sessions=sessions * 3 // 2), engine),
-    }
-    return measure_speeds(setups, speeds, range(1, 6 if size == "full" else 3))
-
-
-def measure_all(*, is_quick: bool) -> dict[str, Any]:
-    """All routers on all traces."""
-    make = quick_setup if is_quick else full_setup
-    setup = make()
-    found: dict[str, Any] = {
+def compare(size: Size) -> dict[str, Any]:
+    """The spread of each figure of each router, over the rounds."""
+    setup = setup_of(size)
+    seen: dict[str, list[dict[str, float]]] = {policy: [] for policy in setup.policies}
+    controls_ms: list[float] = []
+    for number in range(setup.rounds):
+        for policy in order_of(setup.policies, number):
+            figures, before_and_after = measure(policy, setup)
+            seen[policy].append(figures)
+            controls_ms += before_and_after
+            print(f"round {number} {policy}: {figures} {before_and_after}", file=sys.stderr)
+    if size != "smallest":
+        check_controls(controls_ms)
+    return {
         "workers": setup.workers,
         "sessions": setup.trace.sessions,
-        "ideal_cached_ratio": round(ideal_ratio(setup.trace), 4),
-        **compare(setup),
+        "ideal_cached_ratio": round(_ideal(setup.trace, None), 4),
+        "control_ms": spread(controls_ms),
+        **{
+            policy: {field: spread([each[field] for each in rounds], 4) for field in rounds[0]}
+            for policy, rounds in seen.items()
+        },
     }
-    found["requests"] = sum(found[policy]["requests"] for policy in POLICIES)
-    for variant, policies in (("no_sharing", POLICIES), ("one_harness", _COLLAPSING)):
-        for policy, figures in compare(make(variant), policies).items():
-            found[policy][variant] = figures
-    if not is_quick:
-        for field, figures in further_cases().items():
-            for policy, values in figures.items():
-                found[policy][field] = values
-    return found
 
 
-def further_cases() -> dict[str, dict[str, dict[str, Any]]]:
-    """Eight workers, the headers, and eight harnesses, by the name of the field."""
-    team = full_setup()
+def order_of(policies: Sequence[str], number: int) -> list[str]:
+    """The arms in the order of a round. Each begins in its turn, and every second round goes the
+    other way round, so that an arm does not always come after the same one."""
+    order = rotated(policies, number)
+    return order[::-1] if number % 2 else order
+
+
+def check_controls(controls_ms: Sequence[float]) -> None:
+    """Raises NotValid if the machine's speed changed while arms were compared."""
+    fastest, slowest = min(controls_ms), max(controls_ms)
+    precondition(
+        slowest <= MOST_APART * fastest,
+        "the machine is as fast for each arm",
+        fastest_control_ms=round(fastest, 2),
+        slowest_control_ms=round(slowest, 2),
+    )
+
+
+def measure(policy: str, setup: Setup) -> tuple[dict[str, float], list[float]]:
+    """One policy's figures on the trace, on which every call must succeed, and the control before
+    and after it."""
+    if policy == "ours":
+        setup = replace(setup, engine=replace(setup.engine, aging_s=_AGING_S))
+    header = SESSION_HEADER if policy == _HEADER_GIVEN else None
+    with engines(setup, plugin=policy in ("ours", FCFS)) as urls, router(policy, urls) as url:
+        before_ms = control_ms(urls[0])
+        outcome = send(url, setup.trace, setup.limit_s, header)
+        after_ms = control_ms(urls[0])
+        pages = [requests.get(f"{url}/sim/figures", timeout=30).json() for url in urls]
+    loads = [page["prefill_s"] for page in pages]
+    only = None if outcome.complete else frozenset(outcome.done)
+    found = {
+        **figures(outcome, _ideal(setup.trace, only)),
+        "load_max_over_mean": round(max(loads) / statistics.mean(loads), 3),
+        "moves": moves_of([page["arrivals"] for page in pages]),
+    }
+    return found, [before_ms, after_ms]
+
+
+def control_ms(engine: str) -> float:
+    """The median time of the same request, one after another, straight to an engine."""
+    body: dict[str, Any] = {
+        "model": MODEL,
+        "max_tokens": 1,
+        "messages": [{"role": "user", "content": "control"}],
+    }
+    times = []
+    with requests.Session() as session:
+        for _ in range(_CONTROLS):
+            began = time.perf_counter()
+            session.post(engine + CHAT, json=body, timeout=30).raise_for_status()
+            times.append((time.perf_counter() - began) * 1000)
+    return statistics.median(times)
+
+
+def moves_of(arrivals: Sequence[Sequence[tuple[float, str]]]) -> int:
+    """How many requests came to another worker than the one before of the same conversation.
+
+    arrivals: of each worker, the time and the conversation of each request.
+    """
+    seen = [
+        (at_s, worker, conversation)
+        for worker, requests_there in enumerate(arrivals)
+        for at_s, conversation in requests_there
+    ]
+    last: dict[str, int] = {}
+    moves = 0
+    for _, worker, conversation in sorted(seen):
+        moves += last.setdefault(conversation, worker) != worker
+        last[conversation] = worker
+    return moves
+
+
+def figures(outcome: Outcome, ideal: float) -> dict[str, float]:
+    """What a run came to; `ideal` is the best cached ratio of the calls that were made."""
+    errors = outcome.errors
+    require(not errors, "every call is answered", failed=len(errors), first=errors[:1])
+    cached = outcome.cached_tokens / outcome.prompt_tokens
+    written = outcome.prompt_tokens - outcome.cached_tokens + outcome.output_tokens
+    cuts = statistics.quantiles(outcome.ttft_ms, n=100, method="inclusive")
+    late = statistics.quantiles(outcome.late_ms, n=100, method="inclusive")
     return {
-        "eight_workers": compare(full_setup(workers=8)),
-        "many_harnesses": compare(full_setup("many_harnesses")),
-        "session_header": compare(team, header=True),
-        "no_session_header": {_HEADER_GIVEN: measure(_HEADER_GIVEN, team, header=False)},
-        "billing_header": compare(with_billing_header(team)),
-        "both_headers": compare(with_billing_header(team), ("ours", _HEADER_GIVEN), header=True),
+        "cached_ratio": round(cached, 4),
+        "share_of_ideal": round(cached / ideal, 4),
+        "read_write": round(outcome.cached_tokens / written, 2),
+        **{f"ttft_p{percent}_ms": round(cuts[percent - 1], 1) for percent in (50, 90, 95, 99)},
+        "requests": len(outcome.done),
+        "seconds": round(outcome.seconds, 1),
+        "late_p99_ms": round(late[98], 1),
     }
+
+
+@lru_cache(maxsize=32)
+def _ideal(trace: TraceConfig, only: frozenset[tuple[int, int]] | None) -> float:
+    """The cached ratio of one worker with an infinite cache; None: over the whole trace."""
+    return ideal_of(*_compiled(trace), only).cached_ratio
+
+
+@lru_cache(maxsize=2)
+def _compiled(trace: TraceConfig) -> tuple[tuple[Agent, ...], list[list[Call]]]:
+    agents = make_swarm(trace)
+    return agents, compile_calls(agents)
+
+
+def send(url: str, trace: TraceConfig, limit_s: float, header: str | None) -> Outcome:
+    """Runs the load generator, a process, to its end."""
+    task = {"url": url, "trace": asdict(trace), "limit_s": limit_s, "session_header": header}
+    command = [sys.executable, "-m", "bench.trace.load_generator", json.dumps(task)]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    if done.returncode:
+        raise RuntimeError(f"the load generator failed:\n{done.stderr}")
+    found = json.loads(done.stdout.splitlines()[-1])
+    found["done"] = [(agent, turn) for agent, turn in found["done"]]
+    return Outcome(**found)
+
+
+@contextmanager
+def engines(setup: Setup, *, plugin: bool) -> Iterator[list[str]]:
+    """Fresh simulated engines in one process; their URLs."""
+    urls = [f"http://127.0.0.1:{free_port()}" for _ in range(setup.workers)]
+    command = [sys.executable, "-m", "bench.sim.server", *(["--plugin"] if plugin else [])]
+    for url in urls:
+        command += ["--port", url.rsplit(":", 1)[1]]
+    for name, value in asdict(setup.engine).items():
+        command += [f"--{name.replace('_', '-')}", str(value)]
+    with tempfile.TemporaryDirectory() as folder:
+        ready = partial(is_healthy, urls[-1])
+        with running_process(command, Path(folder) / "log", ready):
+            yield urls
+
+
+@contextmanager
+def router(policy: str, urls: Sequence[str]) -> Iterator[str]:
+    """The URL of a policy's router, which runs in front of the engines."""
+    with tempfile.TemporaryDirectory() as folder:
+        if policy in ("ours", FCFS):
+            running = running_balancer(urls, Path(folder) / "log")
+        else:
+            name, flags = _PEERS[policy]
+            running = running_peer(name, urls, flags=flags)
+        with running as server:
+            yield server.url
 
 
 if __name__ == "__main__":

@@ -3,7 +3,7 @@
     lead       prompt -> call, result, call, result ... -> text | person thinks | prompt -> ...
     sub-agent           `-> Task: prompt -> call, result ... -> text: the result of the lead's call
 
-The shape is the published one (`bench.trace.published`): per session a median of 43 calls, 142K
+The shape is the published one (TraceLab, arXiv 2606.30560): per session a median of 43 calls, 142K
 tokens in and 444 out, and 44% of the sessions send out sub-agents. Here all is smaller: a job has
 fewer calls, each of which brings the results of several, and every size is scaled. Results are
 texts of the standard library's source. An engine with a script answers as the job says, but for

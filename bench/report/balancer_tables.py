@@ -7,7 +7,7 @@ from typing import Any
 
 from bench.report.charts import DECISIONS, Figures, proxies, routers, size_of
 from bench.report.labels import label
-from bench.report.tables import Table, arms_table, look, middle, named_table
+from bench.report.tables import Table, arms_table, look, named_table
 
 
 def routing(found: Figures) -> Iterator[Table]:
@@ -22,22 +22,6 @@ def routing(found: Figures) -> Iterator[Table]:
     ]
     head = ("router", "TTFT p50, ms", "p99", "share of ideal cache", "load, most / mean")
     yield Table(head, rows)
-
-
-def routing_harnesses(found: Figures) -> Iterator[Table]:
-    columns = {
-        "TTFT p50, ms": "ttft_p50_ms",
-        "p95": "ttft_p95_ms",
-        "cached": "cached_ratio",
-        "moves": "moves",
-    }
-    for variant, of in found.items():
-        if isinstance(of, Mapping):
-            rows = [
-                (label(name), *(middle(look(one, key)) for key in columns.values()))
-                for name, one in routers(of).items()
-            ]
-            yield Table((f"{label(variant)}, medians", *columns), rows)
 
 
 def proxy_profile(found: Figures) -> Iterator[Table]:

@@ -165,24 +165,6 @@ def _routers(found: Figures) -> Chart:
     )
 
 
-def _one_harness(found: Figures) -> Chart:
-    return Chart(
-        "routers-one-harness",
-        "TTFT by router, 128 people with the same harness",
-        "dots",
-        {
-            head: [
-                point
-                for name, one in routers(look(found, "same_harness") or {}).items()
-                for point in _point(label(name), look(one, f"ttft_{head}_ms"))
-            ]
-            for head in ("p50", "p95")
-        },
-        "TTFT, ms",
-        is_log=True,
-    )
-
-
 def routers(found: Figures) -> dict[str, Figures]:
     """The figures of each router, by its name."""
     return {
@@ -249,7 +231,6 @@ _CHARTS: Sequence[tuple[str, Callable[[Figures], Chart]]] = (
     ("pin_flood", _cached_by_turn),
     ("priority", _under_pressure),
     ("routing", _routers),
-    ("routing_harnesses", _one_harness),
     ("proxy", _proxy_cost),
     ("index", _decision_time),
 )

@@ -143,39 +143,6 @@ SECTIONS = (
         "routers",
     ),
     Section(
-        "routing_kind",
-        "Routers: sessions of the published shape, much reuse",
-        "Most of each prompt was sent before. In a second arm, engines behind sgl-ext serve "
-        "first what comes first.",
-        balancer_tables.routing,
-        "how/routing.md",
-    ),
-    Section(
-        "routing_unkind",
-        "Routers: sessions of the published shape, less reuse",
-        "The same shape, with prompts that repeat less.",
-        balancer_tables.routing,
-        "how/routing.md",
-    ),
-    Section(
-        "routing_harnesses",
-        "Routers: many people with the same harness",
-        "128 people begin within seconds, with the same coding agent or with eight of them, "
-        "so that prompts begin alike. Moves are requests that came to another engine than the "
-        "one before of the same conversation.",
-        balancer_tables.routing_harnesses,
-        "how/routing.md",
-        "routers-one-harness",
-    ),
-    Section(
-        "unequal_engines",
-        "Routers: engines of unequal speed",
-        "Four simulated engines: two are equally fast, one has half and one a quarter of "
-        "their speed. No request has a session header; sticky knows the sessions by heart.",
-        fleet_tables.unequal_engines,
-        "how/routing.md",
-    ),
-    Section(
         "proxy",
         "What a proxy costs",
         "One worker answers at once, and each proxy in front of it runs on one core. nginx "

@@ -5,31 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 
 from bench.report.charts import Figures, size_of
-from bench.report.labels import AGENT_LABELS, EPP_LABELS, RECORDED_LABELS, SPEED_LABELS, label
-from bench.report.tables import Table, arms_table, look, middle, named_table, shown
+from bench.report.labels import AGENT_LABELS, EPP_LABELS, RECORDED_LABELS, label
+from bench.report.tables import Table, arms_table, look, named_table
 
 # A size between two others.
 _BETWEEN = ("220kb",)
-
-
-def unequal_engines(found: Figures) -> Iterator[Table]:
-    """A column for each trace, and a row for each router."""
-    traces = {label(name): one for name, one in found.items() if look(one, "unequal")}
-    arms = dict.fromkeys(arm for one in traces.values() for arm in one["unequal"])
-    rows = [
-        (label(arm, SPEED_LABELS), *(_mean_and_p99(one["unequal"][arm]) for one in traces.values()))
-        for arm in arms
-        if arm != "gain"
-    ]
-    yield Table(("call, mean / TTFT p99, ms", *traces), rows)
-    equal = (look(one, "equal", "gain", "total_mean_ms") for one in traces.values())
-    yield Table(("", *traces), [("call, mean, no learning / learning, equal speeds", *equal)])
-
-
-def _mean_and_p99(arm: Figures) -> str:
-    """The medians of both: there are two seeds."""
-    both = (middle(look(arm, key)) for key in ("total_mean_ms", "ttft_p99_ms"))
-    return " / ".join(shown(value) for value in both)
 
 
 def recorded(found: Figures) -> Iterator[Table]:

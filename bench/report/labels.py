@@ -18,10 +18,7 @@ _LABELS = {
     "naive": "prefill ahead by the client",
     "sglang_router": "sglang-router",
     "vllm_router": "vllm-router",
-    "ours_without_events": f"{OURS}, no events",
     "ours_fcfs": f"{OURS}, engines FCFS",
-    "simulated": f"{OURS}, simulated with more seeds",
-    "vllm_router_without_header": "vllm-router, no session header",
     "round_robin": "smg, round robin",
     "least_loaded": "smg, least loaded",
     "smg": "smg",
@@ -40,15 +37,6 @@ AGENT_LABELS = {
     "not_held": f"{OURS}, no request held back",
     "short_window": f"{OURS}, windows of 10 s",
 }
-# Simulated policies; behind the same names, other benches have routers that run.
-_POLICY_LABELS = {
-    "least_loaded": "least loaded",
-    "round_robin": "in turn",
-    "cache_aware": "sglang-router's cache_aware",
-    "lmetric": "LMetric",
-    "dynamo_agentic": "Dynamo's agentic preset",
-}
-SPEED_LABELS = {**_POLICY_LABELS, "ours_without_learning": f"{OURS}, no learning"}
 RECORDED_LABELS = {
     "ours": OURS,
     "ours_1h": f"{OURS}, marks of an hour",

@@ -70,14 +70,7 @@ STEPS = (
     Planned("proxy_profile", 15, 120, "bench.proxy", ("--profile",)),
     Planned("index", 120, 900),
     Planned("proxy", 125, 900, needs=_PEERS),
-    Planned("routing", 250, 5400, needs=ROUTERS),
-    Planned(
-        "routing_kind", 135, 900, "bench.routing", ("--shape", "published_kind"), needs=ROUTERS
-    ),
-    Planned(
-        "routing_unkind", 135, 900, "bench.routing", ("--shape", "published_unkind"), needs=ROUTERS
-    ),
-    Planned("routing_harnesses", 315, 5400, "bench.routing", ("--harnesses",), needs=ROUTERS),
+    Planned("routing", 300, 4800, needs=ROUTERS),
     Planned("recorded", 100, 7200),
     Planned("fanout", 65, 400, has_engines=True),
     Planned("header_strip", 145, 900, has_engines=True),
@@ -87,7 +80,6 @@ STEPS = (
     Planned("tiers", 0, 2400, has_engines=True),
     Planned("priority", 290, 1200, has_engines=True),
     Planned("speculative_prefill", 275, 1500, has_engines=True),
-    Planned("unequal_engines", 0, 900, "bench.routing", ("--speeds", "1,1,0.5,0.25")),
     Planned("epp", 0, 600),
     Planned("agents_jobs", 0, 1800, has_engines=True),
     Planned("agents_ablation", 0, 1800, "bench.agents_jobs", ("--ablation",), has_engines=True),

@@ -26,7 +26,7 @@ import sys
 from array import array
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Literal, NamedTuple
 
 from bench.sim.cache import BlockCache
@@ -55,16 +55,6 @@ class EngineConfig:
     pin_ttl_s: float = 0.0
     pin_share: float = 1 / 3
     block_tokens: int = BLOCK_TOKENS
-
-    def at_speed(self, speed: float) -> EngineConfig:
-        """An engine with the same memory that computes at so much of the speed."""
-        return replace(
-            self,
-            prefill_tokens_per_s=self.prefill_tokens_per_s * speed,
-            prefill_base_s=self.prefill_base_s / speed,
-            decode_base_s=self.decode_base_s / speed,
-            decode_per_request_s=self.decode_per_request_s / speed,
-        )
 
 
 @dataclass(eq=False, slots=True)

@@ -7,11 +7,7 @@ There is no admission queue, so each request is placed at once, but in `Admittin
 from __future__ import annotations
 
 import math
-import time
-from collections import deque
 from collections.abc import Callable, Sequence
-from operator import sub
-from random import Random
 
 from bench.lib.fleet import router_of
 from bench.sim.engine import Engine
@@ -23,43 +19,25 @@ from sgl_ext.balancer.routing.routing_request import RoutingRequest
 from sgl_ext.balancer.routing.worker import Attempt, Worker
 from sgl_ext.protocols.errors import BalancerError
 from sgl_ext.reading.client import session_key
-from sgl_ext.wire.peers import Load
 
 SESSION_HEADER = "x-session-id"
-SHARED_S = 0.1
-"""Messages through a store that balancers share take no longer."""
 
 
 class OurRouter:
-    """A router of so many workers. Without `events` they publish nothing, and it knows only what
-    it sent to them. learns: how fast they are.
+    """A router of so many workers."""
 
-    decisions_us: the processor's time for each decision.
-    """
-
-    def __init__(self, workers: int, *, events: bool = True, learns: bool = True) -> None:
+    def __init__(self, workers: int) -> None:
         self._now_s = 0.0
         self.router = router_of(workers, clock=lambda: self._now_s)
-        self.router.attempts.speeds.learns = learns
-        self.decisions_us: list[float] = []
         index = self.router.prefixes.written
         assert index is not None, "this process writes its index"
         self.index: PrefixIndex = index
-        self._events = events
-        for worker in self.router.workers.all:
-            worker.publishes = events
         self._attempts: dict[tuple[int, int], Attempt] = {}
-
-    def share(self, index: PrefixIndex) -> None:
-        """Looks up in the index of another router, which gets the same events."""
-        self.index = self.router.prefixes.index = self.router.prefixes.written = index
 
     def __call__(self, call: Call, engines: Sequence[Engine], now: float) -> int:
         self._now_s = now
         routing = self.routing_of(call)
-        began_ns = time.thread_time_ns()
         attempt = self.router.place(routing, set())
-        self.decisions_us.append((time.thread_time_ns() - began_ns) / 1000)
         assert attempt is not None, "engines report no capacity"
         self._attempts[call.agent, call.turn] = attempt
         return attempt.worker.slot
@@ -73,22 +51,6 @@ class OurRouter:
             session_key(headers, {}, chain),
             chain.hashes[0],
             self.router.prefixes.estimate_tokens(chain.ends[-1]),
-        )
-
-    def attempt(self, call: Call) -> Attempt:
-        """The attempt at a call that is under way."""
-        return self._attempts[call.agent, call.turn]
-
-    def hear_of(self, attempt: Attempt, now: float) -> None:
-        """Another balancer has placed a request."""
-        self._now_s = now
-        routing, prefix = attempt.routing, attempt.in_flight_prefix
-        self.router.attempts.record_of_peer(
-            self.router.workers.all[attempt.worker.slot],
-            None if routing.is_final else routing.session,
-            () if prefix is None else prefix.segments,
-            routing.prompt_tokens,
-            attempt.uncached_tokens,
         )
 
     def waits(self, call: Call, submit: Callable[[], None]) -> bool:
@@ -108,12 +70,7 @@ class OurRouter:
         self.router.attempts.succeed(attempt, call.output_tokens)
 
     def event(self, worker: int, line: Line, now: float) -> None:
-        if self._events:
-            apply_line(self.index, worker, line)
-            self.hear(worker, line, now)
-
-    def hear(self, worker: int, line: Line, now: float) -> None:
-        """Applies what a line says beside the index."""
+        apply_line(self.index, worker, line)
         self._now_s = now
         in_flight = self.router.prefixes.in_flight
         if line.cleared:
@@ -131,18 +88,6 @@ class OurRouter:
     def report_of(self, line: Line) -> dict[str, int]:
         """What an engine reports of its load."""
         return {"pending_tokens": int(line.load.pending_tokens)}
-
-    def leave(self, worker: int, now: float) -> None:
-        self.router.workers.all[worker].draining = True
-
-    def join(self, worker: int, now: float) -> None:
-        """As a balancer that finds the engine started again: what it held is gone."""
-        self._now_s = now
-        returned = self.router.workers.all[worker]
-        self.router.workers.mark(returned, ready=False)
-        returned.draining = False
-        self.router.workers.mark(returned, ready=True)
-        returned.publishes = self._events
 
 
 class _Queued:
@@ -190,82 +135,3 @@ class AdmittingRouter(OurRouter):
             "prefill_ms": round(1000 * load.prefill_s),
             "host_capacity_tokens": load.host_capacity_tokens,
         }
-
-
-class OurRouters:
-    """Balancers in front of the same engines. Each call comes to one of them by chance.
-
-    shares: whether they share a store, through which each learns the others' placements and loads
-        within SHARED_S. Without one they know of each other's requests only what engines publish.
-    """
-
-    def __init__(self, workers: int, balancers: int, *, shares: bool = True) -> None:
-        self.balancers = [OurRouter(workers) for _ in range(balancers)]
-        self.index = self.balancers[0].index
-        self._shares = shares
-        self._placed: deque[tuple[float, OurRouter, Attempt]] = deque()
-        self._loads_s = 0.0
-        self._loaded: set[int] = set()
-        for balancer in self.balancers:
-            balancer.share(self.index)  # they would all hold the same
-        self._random = Random(1)
-        self._of: dict[tuple[int, int], OurRouter] = {}
-
-    @property
-    def decisions_us(self) -> list[float]:
-        return [us for balancer in self.balancers for us in balancer.decisions_us]
-
-    def __call__(self, call: Call, engines: Sequence[Engine], now: float) -> int:
-        balancer = self._of[call.agent, call.turn] = self._random.choice(self.balancers)
-        if self._shares:
-            self._tell(now)
-        worker = balancer(call, engines, now)
-        if self._shares:
-            self._placed.append((now, balancer, balancer.attempt(call)))
-        return worker
-
-    def _tell(self, now: float) -> None:
-        """The messages between balancers that have arrived by now."""
-        while self._placed and self._placed[0][0] + SHARED_S <= now:
-            _, sender, attempt = self._placed.popleft()
-            for balancer in self.balancers:
-                if balancer is not sender:
-                    balancer.hear_of(attempt, now)
-        if now - self._loads_s >= SHARED_S:
-            self._loads_s = now
-            self._add_up(now)
-
-    def _add_up(self, now: float) -> None:
-        """Each balancer's view of what the others have at workers, as it is now."""
-        everyone = [balancer.router.workers.all for balancer in self.balancers]
-        loaded = {w.slot for workers in everyone for w in workers if w.in_flight}
-        for slot in loaded | self._loaded:
-            loads = [workers[slot].load for workers in everyone]
-            total = [*map(sum, zip(*loads, strict=True))]
-            for balancer, own in zip(self.balancers, loads, strict=True):
-                worker = balancer.router.workers.all[slot]
-                worker.peer_load = Load(*map(sub, total, own))
-                balancer.router.fleet.load_changed(worker, now)
-        self._loaded = loaded
-
-    def waits(self, call: Call, submit: Callable[[], None]) -> bool:
-        return self._of[call.agent, call.turn].waits(call, submit)
-
-    def first_byte(self, call: Call, worker: int, now: float) -> None:
-        self._of[call.agent, call.turn].first_byte(call, worker, now)
-
-    def end(self, call: Call, worker: int, now: float) -> None:
-        self._of.pop((call.agent, call.turn)).end(call, worker, now)
-
-    def event(self, worker: int, line: Line, now: float) -> None:
-        apply_line(self.index, worker, line)
-        for balancer in self.balancers:
-            balancer.hear(worker, line, now)
-
-    def leave(self, worker: int, now: float) -> None:
-        for balancer in self.balancers:
-            balancer.leave(worker, now)
-
-    def join(self, worker: int, now: float) -> None:
-        for balancer in self.balancers:
-            balancer.join(worker, now)

@@ -1,8 +1,6 @@
 """Simple policies, and those of other routers, for `bench/sim/virtual_time.py`.
 
 RoundRobin      each worker in turn
-LeastLoaded     the fewest requests under way
-PowerOfTwo      the one of two by chance with fewer requests under way
 Sticky          the worker where an agent began: it knows conversations by heart
 StickyUntilSaturated
                 the same, as llm-d's scheduler does it: an agent moves for good to the worker with
@@ -21,7 +19,6 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
-from random import Random
 
 from bench.sim.engine import Engine
 from bench.sim.prompts import BYTES_PER_TOKEN
@@ -35,11 +32,10 @@ BALANCE_ABS_THRESHOLD, BALANCE_REL_THRESHOLD = 64, 1.5
 
 
 class Counting:
-    """A policy that counts the requests under way, and knows which workers take requests."""
+    """A policy that counts the requests under way."""
 
     def __init__(self) -> None:
         self.under_way: Counter[int] = Counter()
-        self.away: set[int] = set()
         self._used_at: dict[int, float] = {}
 
     def begin(self, call: Call, worker: int, now: float) -> None:
@@ -48,19 +44,6 @@ class Counting:
 
     def end(self, call: Call, worker: int, now: float) -> None:
         self.under_way[worker] -= 1
-
-    def leave(self, worker: int, now: float) -> None:
-        """The worker gets no new requests."""
-        self.away.add(worker)
-
-    def join(self, worker: int, now: float) -> None:
-        """It takes requests, with an empty cache."""
-        self.away.discard(worker)
-
-    def there(self, engines: Sequence[Engine]) -> Sequence[int]:
-        """The workers that take requests."""
-        workers = range(len(engines))
-        return [worker for worker in workers if worker not in self.away] if self.away else workers
 
     def least(self, workers: Sequence[int]) -> int:
         """The worker with the fewest requests under way, the longest unused of them."""
@@ -74,23 +57,8 @@ class RoundRobin(Counting):
 
     def __call__(self, call: Call, engines: Sequence[Engine], now: float) -> int:
         self._next += 1
-        there = self.there(engines)
+        there = range(len(engines))
         return there[self._next % len(there)]
-
-
-class LeastLoaded(Counting):
-    def __call__(self, call: Call, engines: Sequence[Engine], now: float) -> int:
-        return self.least(self.there(engines))
-
-
-class PowerOfTwo(Counting):
-    def __init__(self, seed: int = 1) -> None:
-        super().__init__()
-        self._random = Random(seed)
-
-    def __call__(self, call: Call, engines: Sequence[Engine], now: float) -> int:
-        there = self.there(engines)
-        return self.least(self._random.sample(there, min(2, len(there))))
 
 
 class Sticky:
@@ -114,11 +82,11 @@ class StickyUntilSaturated(Counting):
         self._home: dict[int, int] = {}
 
     def __call__(self, call: Call, engines: Sequence[Engine], now: float) -> int:
-        there = self.there(engines)
+        there = range(len(engines))
         home = self._home.get(call.agent)
         mean = sum(self.under_way[worker] for worker in there) / len(there)
         most = max(self.FACTOR * mean, self.LEAST)
-        if home is None or home in self.away or self.under_way[home] > most:
+        if home is None or self.under_way[home] > most:
             home = self._home[call.agent] = self.least(there)
         return home
 
@@ -132,7 +100,7 @@ class CacheAware(Counting):
         self._tree: Counter[int] = Counter()
 
     def __call__(self, call: Call, engines: Sequence[Engine], now: float) -> int:
-        there = self.there(engines)
+        there = range(len(engines))
         loads = [self.under_way[worker] for worker in there]
         most, least = max(loads), min(loads)
         if most - least > BALANCE_ABS_THRESHOLD and most > BALANCE_REL_THRESHOLD * least:
@@ -152,11 +120,6 @@ class CacheAware(Counting):
                 self._index.store(worker, parent, segment, end)
                 self._tree[worker] += end - before
             parent, before = segment, end
-
-    def join(self, worker: int, now: float) -> None:
-        super().join(worker, now)
-        self._index.clear(worker)
-        del self._tree[worker]
 
 
 class ByEvents(Counting, ABC):
@@ -185,7 +148,7 @@ class ByEvents(Counting, ABC):
         def cost(worker: int) -> tuple[float, float]:
             return self.cost(call, worker, held.get(worker, 0)), self._used_at.get(worker, 0)
 
-        worker = min(self.there(engines), key=cost)
+        worker = min(range(len(engines)), key=cost)
         self._uncached[call.agent, call.turn] = max(call.prompt_tokens - held.get(worker, 0), 0)
         return worker
 

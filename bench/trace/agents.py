@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 from bench.sim.prompts import text_of
 
-TRACE_BLOCK_TOKENS = 512
-"""Tokens of a block that a trace names."""
 _TOOLS = 16
 
 
@@ -18,32 +15,23 @@ _TOOLS = 16
 class TraceConfig:
     """What decides a trace: equal configurations give equal traces.
 
-    sessions: conversations of people; in a team those of leads and mates.
-    calls: of a session; traces of a published shape have their own.
+    sessions: conversations of leads and mates. calls: of a session.
     scale: multiplies all sizes in tokens. pace: divides all gaps. A trace at scale s on engines
         s times as slow keeps its times.
-    file: a trace of the variant `mooncake`.
     """
 
-    variant: str = "team"
     sessions: int = 120
     calls: int = 42
     scale: float = 1.0
     pace: float = 1.0
     ramp_s: float = 20.0
-    billing_header: bool = False
     seed: int = 1
-    file: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class Turn:
     """A call: a message of so many tokens, sent `gap_s` after the last answer and after
-    the agents in `waits_for` are done; `starts` are agents that begin with its answer.
-
-    blocks: names of the blocks that its message consists of, where a trace names them: equal
-        names are equal texts. block_tokens: of each but the last.
-    """
+    the agents in `waits_for` are done; `starts` are agents that begin with its answer."""
 
     tag: str
     tokens: int
@@ -51,17 +39,10 @@ class Turn:
     gap_s: float
     starts: tuple[int, ...] = ()
     waits_for: tuple[int, ...] = ()
-    blocks: tuple[int, ...] = ()
-    block_tokens: int = TRACE_BLOCK_TOKENS
 
     def text(self) -> str:
         """Its message."""
-        if not self.blocks:
-            return text_of(self.tag, self.tokens)
-        *whole, last = self.blocks
-        texts = [text_of(f"block {block}", self.block_tokens) for block in whole]
-        rest = self.tokens - len(whole) * self.block_tokens
-        return "".join((*texts, text_of(f"block {last}", rest)))
+        return text_of(self.tag, self.tokens)
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,24 +72,6 @@ class Agent:
             instructions = f"{self.header}\n{instructions}"
         project = text_of(f"project {self.project}", self.sizes[2])
         return [{"role": "system", "content": text} for text in (instructions, project)]
-
-    def opening(self) -> str:
-        """Tools, instructions and project as one text, for loads with tools of their own."""
-        tools = "".join(tool["function"]["description"] for tool in self.tools())
-        return tools + "".join(message["content"] for message in self.system())
-
-
-def first_calls(agents: Sequence[Agent], most: int) -> tuple[Agent, ...]:
-    """The agents with their first calls. One that a later call would have started has none."""
-    kept = {agent.number for agent in agents if agent.starts_at is not None}
-    ahead = [*kept]
-    while ahead:
-        for turn in agents[ahead.pop()].turns[:most]:
-            ahead += turn.starts
-            kept.update(turn.starts)
-    return tuple(
-        replace(agent, turns=agent.turns[:most] if agent.number in kept else ()) for agent in agents
-    )
 
 
 @functools.lru_cache(maxsize=256)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import heapq
 import math
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -24,7 +24,6 @@ from bench.sim.prompts import (
 from bench.trace.agents import Agent, Turn
 from sgl_ext.protocols.registry import of_path
 from sgl_ext.reading.segments import Chain, read_chain
-from sgl_ext.reading.strip import HeaderStrip, strip_request
 
 CHAT = "/v1/chat/completions"
 MODEL = "sim"
@@ -120,16 +119,16 @@ class Conversation:
         self._messages.append({"role": "assistant", "content": answer})
 
 
-def compile_calls(agents: Sequence[Agent], *, strip: bool = True) -> list[list[Call]]:
-    """Every call, by agent and turn. `strip`: whether the engine removes a billing header."""
-    return [_compile(agent, HeaderStrip() if strip else HeaderStrip(())) for agent in agents]
+def compile_calls(agents: Sequence[Agent]) -> list[list[Call]]:
+    """Every call, by agent and turn."""
+    return [_compile(agent) for agent in agents]
 
 
-def _compile(agent: Agent, strip: HeaderStrip) -> list[Call]:
+def _compile(agent: Agent) -> list[Call]:
     conversation, blocks, read = Conversation(agent), Blocks(), 0
     calls = []
     for place, turn in enumerate(agent.turns):
-        body = strip_request(of_path(CHAT), conversation.ask(turn), strip).body
+        body = conversation.ask(turn)
         messages = body["messages"]
         begins = () if read else beginning(body)
         blocks.feed((*begins, *map(rendered, messages[read:]), ANSWER_OPENING))
@@ -177,10 +176,8 @@ def ideal_of(
     agents: Sequence[Agent],
     calls: Sequence[Sequence[Call]],
     only: Collection[tuple[int, int]] | None = None,
-    counts: Callable[[Call], bool] = lambda call: True,
 ) -> Ideal:
-    """Answers every call of a trace at once and adds up. `only` names the calls that are made, and
-    `counts` says which of these are added up."""
+    """Answers every call of a trace at once and adds up. `only` names the calls that are made."""
     loop, held = Loop(agents), set[int]()
     requests = prompt = cached = output = 0
     while loop.open:
@@ -197,8 +194,6 @@ def ideal_of(
             if only is not None and (agent, turn) not in only:
                 continue
             held.update(call.keys[matched : (total - 1) // BLOCK_TOKENS])
-            if not counts(call):
-                continue
             requests += 1
             prompt += call.prompt_tokens
             cached += matched * BLOCK_TOKENS

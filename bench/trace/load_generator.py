@@ -1,7 +1,7 @@
 """Sends a trace to a router and writes down what came back: the load generator, a process.
 
-    python -m bench.trace.load_generator '{"urls": [...], "trace": {...}, "limit_s": 60,
-        "session_header": "x-session-id" or null, "members": {more of each body}}'
+    python -m bench.trace.load_generator '{"url": "http://...", "trace": {...}, "limit_s": 60,
+        "session_header": "x-session-id" or null}'
 
 The last line of its output is one JSON object, `Outcome`. TTFT runs from the write of
 a request to the arrival of its first content. `late_ms` says how much later than
@@ -25,8 +25,9 @@ import uvloop
 
 from bench.trace.agents import Agent, TraceConfig
 from bench.trace.calls import CHAT, Conversation, Loop
-from bench.trace.variants import make_trace
+from bench.trace.swarm import make_swarm
 
+_STREAMED = {"stream": True, "stream_options": {"include_usage": True}}
 _CONTENT = re.compile(rb'"content":\s*"[^"]')
 
 
@@ -51,20 +52,17 @@ class Generator:
     def __init__(
         self,
         agents: tuple[Agent, ...],
-        urls: list[str],
+        url: str,
         limit_s: float,
         header: str | None,
-        members: dict[str, Any],
     ) -> None:
         self.outcome = Outcome()
         self._agents = agents
-        self._urls = urls
+        self._url = url + CHAT
         self._header = header
-        self._members = {**members, "stream": True, "stream_options": {"include_usage": True}}
         self._limit_s = limit_s
         self._loop = Loop(agents)
         self._talks: dict[int, Conversation] = {}
-        self._sent = 0
         self._wake = asyncio.Event()
 
     async def run(self) -> Outcome:
@@ -103,14 +101,12 @@ class Generator:
         talk = self._talks.get(number)
         if talk is None:
             talk = self._talks[number] = Conversation(agent)
-        body = orjson.dumps({**talk.ask(turn), **self._members})
+        body = orjson.dumps({**talk.ask(turn), **_STREAMED})
         headers = {"content-type": "application/json"}
         if self._header:
             headers[self._header] = agent.session
-        url = self._urls[self._sent % len(self._urls)] + CHAT
-        self._sent += 1
         try:
-            answer, usage = await self._ask(session, url, body, headers)
+            answer, usage = await self._ask(session, body, headers)
         except (aiohttp.ClientError, TimeoutError, ValueError, KeyError) as error:
             self.outcome.errors.append(f"agent {number} turn {place}: {error!r}")
             self._wake.set()
@@ -128,11 +124,11 @@ class Generator:
         self._wake.set()
 
     async def _ask(
-        self, session: aiohttp.ClientSession, url: str, body: bytes, headers: dict[str, str]
+        self, session: aiohttp.ClientSession, body: bytes, headers: dict[str, str]
     ) -> tuple[str, dict[str, Any]]:
         sent, first = time.perf_counter(), 0.0
         received = []
-        async with session.post(url, data=body, headers=headers) as response:
+        async with session.post(self._url, data=body, headers=headers) as response:
             if response.status != 200:
                 raise ValueError(f"{response.status}: {(await response.text())[:300]}")
             async for data in response.content.iter_any():
@@ -155,10 +151,8 @@ class Generator:
 
 def main() -> None:
     task = json.loads(sys.argv[1])
-    agents = make_trace(TraceConfig(**task["trace"]))
-    generator = Generator(
-        agents, task["urls"], task["limit_s"], task["session_header"], task["members"]
-    )
+    agents = make_swarm(TraceConfig(**task["trace"]))
+    generator = Generator(agents, task["url"], task["limit_s"], task["session_header"])
     print(json.dumps(asdict(uvloop.run(generator.run()))))
 
 

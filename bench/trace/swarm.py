@@ -1,4 +1,4 @@
-"""A swarm of coding agents as a trace: who calls, with what, after what; the same for a seed.
+"""A team of coding agents as a trace: who calls, with what, after what; the same for a seed.
 
     lead  ====#====#====#====          a team: a lead and its MATES, who start as the lead
     mate    ==#==#====#===             goes on; all share tools, instructions and project
@@ -9,45 +9,46 @@ Sizes, in tokens, follow what is published of such swarms: tools, instructions a
 project text of 32K, 42 calls a session and more, histories that grow by some hundred
 a call. The loop is closed: an agent's next call comes a gap after its last answer,
 a tool's run or, for a lead, now and then a person's thinking.
-
-Variants: `team`, every team its own beginning; `one_harness`, all agents share the
-first 20K (tools and instructions), the project's text is the team's; `many_harnesses`,
-eight such beginnings; `no_sharing`, as many clients, but every request unrelated and
-of a new session.
 """
 
 from __future__ import annotations
 
-from bench.trace.agents import Agent, TraceConfig, Turn
-from bench.trace.maker import Maker
+import random
+from collections.abc import Sequence
 
-VARIANTS = ("team", "one_harness", "many_harnesses", "no_sharing")
+import xxhash
+
+from bench.trace.agents import Agent, TraceConfig, Turn
+
 MATES = 4
-_HARNESSES = 8
+_FEWEST_TOKENS = 8
 # tools, instructions, the project's text
 _MAIN = (12_000, 8_000, 12_000)
 _EXPLORE = (6_000, 6_000, 4_000)
 
 
 def make_swarm(config: TraceConfig) -> tuple[Agent, ...]:
-    """The agents of a swarm; an agent's number is its place."""
+    """The agents of a swarm; an agent's number is its place. Equal configurations give equal
+    traces."""
     maker = _Maker(config)
-    if config.variant == "no_sharing":
-        for client in range(config.sessions):
-            maker.unrelated(client)
-    else:
-        for team in range(max(1, config.sessions // (MATES + 1))):
-            maker.team(team)
-    return maker.agents()
+    for team in range(max(1, config.sessions // (MATES + 1))):
+        maker.team(team)
+    return tuple(agent for agent in maker.agents if agent is not None)
 
 
-class _Maker(Maker):
+class _Maker:
+    """Collects the agents; a place is None until its agent is made."""
+
+    def __init__(self, config: TraceConfig) -> None:
+        self.agents: list[Agent | None] = []
+        self._config = config
+        self._random = random.Random(config.seed)
+
     def team(self, team: int) -> None:
-        harnesses = {"one_harness": 1, "many_harnesses": _HARNESSES}.get(self.config.variant)
-        harness = f"main {self.config.seed} {team % harnesses if harnesses else f'team {team}'}"
-        starts_at = self.random.uniform(0, self.config.ramp_s / self.config.pace)
-        lead = self.reserve()
-        mates = [self.reserve() for _ in range(MATES)]
+        harness = f"main {self._config.seed} team {team}"
+        starts_at = self._random.uniform(0, self._config.ramp_s / self._config.pace)
+        lead = self._reserve()
+        mates = [self._reserve() for _ in range(MATES)]
         for number in mates:
             self._main_agent(number, "mate", team, harness, None, ())
         self._main_agent(lead, "lead", team, harness, starts_at, tuple(mates))
@@ -61,8 +62,8 @@ class _Maker(Maker):
         starts_at: float | None,
         mates: tuple[int, ...],
     ) -> None:
-        session = self.session_id(number)
-        calls = self.config.calls + self.random.randrange(max(1, self.config.calls // 8))
+        session = xxhash.xxh3_128_hexdigest(f"session {self._config.seed} {number}".encode())
+        calls = self._config.calls + self._random.randrange(max(1, self._config.calls // 8))
         turns: list[Turn] = []
         explorers: tuple[int, ...] = ()
         for call in range(calls):
@@ -72,7 +73,8 @@ class _Maker(Maker):
             explorers = ()
             if call % 21 == 6 and call + 1 < calls:
                 explorers = tuple(
-                    self._explorer(team, harness, session) for _ in range(self.random.randint(2, 3))
+                    self._explorer(team, harness, session)
+                    for _ in range(self._random.randint(2, 3))
                 )
             thinks = kind == "lead" and call % 6 == 4
             tokens = self._size(700) if not call else self._size(300)
@@ -81,24 +83,15 @@ class _Maker(Maker):
                     number, call, tokens, 4.0 if thinks else 0.6, starts + explorers, waits_for
                 )
             )
-        self.put(number, kind, session, harness, f"team {team}", _MAIN, turns, starts_at)
+        self._put(number, kind, session, harness, f"team {team}", _MAIN, turns, starts_at)
 
     def _explorer(self, team: int, harness: str, session: str) -> int:
-        number = self.reserve()
-        calls = self.random.randint(4, 10)
+        number = self._reserve()
+        calls = self._random.randint(4, 10)
         turns = [self._turn(number, call, self._size(300), 0.4) for call in range(calls)]
         harness, project = f"explore {harness}", f"explorers of {team}"
-        self.put(number, "explore", session, harness, project, _EXPLORE, turns)
+        self._put(number, "explore", session, harness, project, _EXPLORE, turns)
         return number
-
-    def unrelated(self, client: int) -> None:
-        numbers = [self.reserve() for _ in range(self.config.calls)]
-        for place, number in enumerate(numbers):
-            starts = tuple(numbers[place + 1 : place + 2])
-            turn = self._turn(number, 0, self._size(1500), 1.5, starts)
-            starts_at = self.random.uniform(0, 3 / self.config.pace) if not place else None
-            session = self.session_id(number)
-            self.put(number, "client", session, None, f"client {client}", _MAIN, [turn], starts_at)
 
     def _turn(
         self,
@@ -109,10 +102,41 @@ class _Maker(Maker):
         starts: tuple[int, ...] = (),
         waits_for: tuple[int, ...] = (),
     ) -> Turn:
-        gap_s = min(self.random.expovariate(1 / gap_s), 5 * gap_s) / self.config.pace
-        return Turn(self.tag(number, call), tokens, self._size(90), gap_s, starts, waits_for)
+        gap_s = min(self._random.expovariate(1 / gap_s), 5 * gap_s) / self._config.pace
+        tag = f"{self._config.seed} agent {number} call {call}"
+        return Turn(tag, tokens, self._size(90), gap_s, starts, waits_for)
 
     def _size(self, median: int) -> int:
         """A size around a median, with a tail up to some five times of it."""
-        factor = min(5.0, self.random.lognormvariate(0, 0.6))
-        return self.scaled(median * factor)
+        factor = min(5.0, self._random.lognormvariate(0, 0.6))
+        return max(_FEWEST_TOKENS, int(median * factor * self._config.scale))
+
+    def _reserve(self) -> int:
+        """The number of an agent that will be put later."""
+        self.agents.append(None)
+        return len(self.agents) - 1
+
+    def _put(
+        self,
+        number: int,
+        kind: str,
+        session: str,
+        harness: str,
+        project: str,
+        sizes: tuple[int, int, int],
+        turns: Sequence[Turn],
+        starts_at: float | None = None,
+    ) -> None:
+        """Adds the agent of a reserved number. `sizes` are unscaled."""
+        tools, instructions, own = (max(1, int(size * self._config.scale)) for size in sizes)
+        self.agents[number] = Agent(
+            number,
+            kind,
+            session,
+            None,
+            harness,
+            f"{self._config.seed} {project}",
+            (tools, instructions, own),
+            tuple(turns),
+            starts_at,
+        )

@@ -40,16 +40,6 @@ def shape(events: list[Event]) -> list[tuple[float, str]]:
     return [(round(event.at, 3), event.kind) for event in events]
 
 
-def test_an_engine_of_half_the_speed_takes_twice_as_long() -> None:
-    times = []
-    for speed in (1.0, 0.5):
-        engine = Engine(CONFIG.at_speed(speed))
-        engine.submit(request(1, tokens=500, answer=11), 0.0)
-        times.append([event.at for event in run(engine)])
-    assert times[1] == pytest.approx([2 * at for at in times[0]])
-    assert CONFIG.at_speed(0.5).capacity_tokens == CONFIG.capacity_tokens
-
-
 def test_a_request_alone() -> None:
     engine = Engine(CONFIG)
     engine.submit(request(1, tokens=500, answer=11), 2.0)

@@ -4,36 +4,27 @@ import orjson
 import pytest
 
 from bench.sim.engine import Engine, EngineConfig, Request
-from bench.sim.policies import LeastLoaded, RoundRobin
+from bench.sim.policies import RoundRobin
 from bench.sim.prompts import BLOCK_TOKENS, BYTES_PER_TOKEN, answer_to, prompt_blocks
-from bench.sim.virtual_time import simulate
+from bench.sim.virtual_time import Answer, Run
 from bench.trace.agents import Agent, TraceConfig
 from bench.trace.calls import CHAT, Call, Conversation, Loop, compile_calls, ideal_of
-from bench.trace.swarm import VARIANTS
-from bench.trace.variants import make_trace
+from bench.trace.swarm import make_swarm
 from sgl_ext.protocols.registry import of_path
 from sgl_ext.reading.segments import read_chain
 
 
-def small(variant: str = "team", **more: object) -> tuple[Agent, ...]:
-    config = TraceConfig(variant, sessions=10, calls=8, scale=0.1, ramp_s=2, **more)  # type: ignore[arg-type]
-    return make_trace(config)
+def small(seed: int = 1) -> tuple[Agent, ...]:
+    return make_swarm(TraceConfig(sessions=10, calls=8, scale=0.1, ramp_s=2, seed=seed))
 
 
-@pytest.mark.parametrize("variant", VARIANTS)
-def test_a_seed_decides_everything(variant: str) -> None:
-    assert small(variant) == small(variant)
-    assert small(variant) != small(variant, seed=2)
+def test_a_seed_decides_everything() -> None:
+    assert small() == small()
+    assert small() != small(seed=2)
 
 
-def test_an_unknown_variant_is_named() -> None:
-    with pytest.raises(ValueError, match="variant: 'swarm'"):
-        make_trace(TraceConfig("swarm"))
-
-
-@pytest.mark.parametrize("variant", VARIANTS)
-def test_every_call_comes_once_and_after_what_it_waits_for(variant: str) -> None:
-    agents = small(variant)
+def test_every_call_comes_once_and_after_what_it_waits_for() -> None:
+    agents = small()
     loop, seen, over = Loop(agents), set[tuple[int, int]](), set[int]()
     while loop.open:
         now = loop.next_at()
@@ -49,7 +40,7 @@ def test_every_call_comes_once_and_after_what_it_waits_for(variant: str) -> None
 
 
 def test_a_team_can_be_cached_as_well_as_published() -> None:
-    agents = make_trace(TraceConfig(sessions=20))
+    agents = make_swarm(TraceConfig(sessions=20))
     ideal = ideal_of(agents, compile_calls(agents))
     # 99% of the ideal has to be at least the published 97.2%.
     assert 0.99 * ideal.cached_ratio >= 0.972
@@ -86,11 +77,6 @@ def test_the_ideal_of_some_calls_counts_these_only() -> None:
     assert 0 < some.cached_ratio < ideal_of(agents, calls).cached_ratio
 
 
-def test_no_sharing_shares_nothing() -> None:
-    agents = small("no_sharing")
-    assert ideal_of(agents, compile_calls(agents)).cached_tokens == 0
-
-
 def first_calls(agents: tuple[Agent, ...], kind: str) -> list[Call]:
     calls = compile_calls(agents)
     return [calls[agent.number][0] for agent in agents if agent.kind == kind]
@@ -102,26 +88,14 @@ def shared_tokens(one: Call, other: Call) -> int:
 
 
 def test_who_shares_how_much() -> None:
-    team, all_alike = (make_trace(TraceConfig(v, sessions=10)) for v in ("team", "one_harness"))
+    team = make_swarm(TraceConfig(sessions=10))
     lead, other_lead = first_calls(team, "lead")
     mates = first_calls(team, "mate")
     assert shared_tokens(lead, mates[0]) == pytest.approx(32_000, rel=0.05)
     assert shared_tokens(lead, other_lead) == 0
-    assert shared_tokens(*first_calls(all_alike, "lead")) == pytest.approx(20_000, rel=0.05)
     explorers = first_calls(team, "explore")
     assert shared_tokens(*explorers[:2]) == pytest.approx(16_000, rel=0.05)
     assert shared_tokens(lead, explorers[0]) == 0
-
-
-def test_a_billing_header_hurts_only_who_does_not_strip_it() -> None:
-    plain, headed = small(), small(billing_header=True)
-    stripped, stock = compile_calls(headed), compile_calls(headed, strip=False)
-    reference = compile_calls(plain)
-    assert [c.chain for c in stripped[0]] == [c.chain for c in reference[0]]
-    assert ideal_of(headed, stripped) == ideal_of(plain, reference)
-    one, other = (stock[agent.number][0] for agent in headed[:2])
-    assert shared_tokens(one, other) == 0
-    assert len({call.keys[0] for call in stock[0]}) == 1  # a session's own line does not vary
 
 
 def test_compiled_calls_are_those_an_engine_reads_from_the_bodies() -> None:
@@ -144,13 +118,19 @@ def test_a_segments_end_is_a_position_in_the_simulated_prompt() -> None:
     assert BYTES_PER_TOKEN * BLOCK_TOKENS * len(prompt_blocks(body).keys) <= end + opening
 
 
-def test_a_simulation_serves_all_and_repeats_itself() -> None:
+def simulated(workers: int) -> list[Answer]:
     agents = small()
-    calls = compile_calls(agents)
-    ideal = ideal_of(agents, calls)
-    runs = [simulate(agents, calls, ideal, LeastLoaded(), 2) for _ in range(2)]
-    assert runs[0] == runs[1]
-    assert runs[0].requests == ideal.requests
-    alone = simulate(agents, calls, ideal, RoundRobin(), 1)
-    assert alone.share_of_ideal > simulate(agents, calls, ideal, RoundRobin(), 4).share_of_ideal
-    assert alone.share_of_ideal > 0.97
+    run = Run(agents, compile_calls(agents), RoundRobin(), [Engine() for _ in range(workers)])
+    run.all()
+    return run.answers
+
+
+def test_a_simulation_serves_all_and_repeats_itself() -> None:
+    calls = compile_calls(small())
+    prompt = sum(call.prompt_tokens for of_agent in calls for call in of_agent)
+    answers = simulated(2)
+    assert [each[1:] for each in answers] == [each[1:] for each in simulated(2)]
+    assert len(answers) == sum(map(len, calls))
+    one, four = (sum(each.cached_tokens for each in simulated(n)) / prompt for n in (1, 4))
+    assert one > four
+    assert one > 0.97 * ideal_of(small(), calls).cached_ratio
