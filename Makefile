@@ -85,7 +85,7 @@ test-gpu: setup
 gpu-report: setup
 	$(PYTHON) -m bench.gpu
 
-# docs/measured.md, its plots and the README's table, measured here in about 45 minutes.
+# docs/measured.md and the README's table, measured here in about 45 minutes.
 # `make report REPORT='--full --gpu'`; see `python -m bench.report --help`.
 report: setup
 	$(PYTHON) -m bench.report $(REPORT)

@@ -1,9 +1,9 @@
-"""Measures what this project claims, and writes docs/measured.md with its plots.
+"""Measures what this project claims, and writes docs/measured.md.
 
     make report
 
 runs the benches in quick form: about 45 minutes on two cores that have nothing else to do.
-It writes docs/benchmarks.json, docs/measured.md, the plots in docs/images and the README's table.
+It writes docs/benchmarks.json, docs/measured.md and the README's table.
 
 A run that was interrupted goes on where it ended, unless the code, the machine or the size is
 another. `--only` measures these steps alone. Steps that did not run stay on the page as they are.
@@ -28,21 +28,14 @@ from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeEl
 from sgl_ext_cpu.node import ROOT
 
 from bench.report import machine
-from bench.report.charts import charts
-from bench.report.page import figures_of, page, with_readme_part
+from bench.report.page import page, with_readme_part
 from bench.report.peers import peer_versions
 from bench.report.plan import GPU, INSTALLERS, NAMES, Planned, chosen
-from bench.report.plots import draw
 from bench.report.saved import Saved
 from bench.report.shown import only_shown
 from bench.report.steps import Result, run_step
 
-JSON, PAGE, README, IMAGES = (
-    "docs/benchmarks.json",
-    "docs/measured.md",
-    "README.md",
-    "docs/images",
-)
+JSON, PAGE, README = "docs/benchmarks.json", "docs/measured.md", "README.md"
 
 
 def main() -> int:
@@ -139,22 +132,20 @@ def _write(report: dict[str, Any]) -> None:
 
 
 def shown_of(report: dict[str, Any], root: Path) -> dict[str, Any]:
-    """The report without what neither the page, nor a plot, nor the README shows."""
+    """The report without what neither the page nor the README shows."""
     readme = (root / README).read_text()
     return only_shown(
         report,
         page,
         lambda noted: with_readme_part(readme, noted),
-        lambda noted: charts(figures_of(noted)),
     )
 
 
 def write_pages(report: dict[str, Any], root: Path) -> None:
-    """Writes the page, its plots and the README's part."""
+    """Writes the page and the README's part."""
     (root / PAGE).write_text(page(report))
     readme = root / README
     readme.write_text(with_readme_part(readme.read_text(), report))
-    draw(charts(figures_of(report)), root / IMAGES)
 
 
 def _parser() -> argparse.ArgumentParser:

@@ -5,9 +5,16 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from bench.report.charts import DECISIONS, Figures, proxies, routers, size_of
-from bench.report.labels import label
-from bench.report.tables import Table, arms_table, look, named_table
+from bench.report.labels import OURS, label
+from bench.report.tables import Figures, Table, arms_table, look, named_table, size_of
+
+_DECISIONS = {
+    f"{OURS}, whole decision": ("ours_us", "decision_p50"),
+    f"{OURS}, lookup": ("ours_us", "lookup_p50"),
+    f"{label('dynamo')}, lookup": ("dynamo_us", "lookup_p50"),
+    "Dynamo, whole decision": ("dynamo_us", "decision_p50"),
+}
+"""Where the times of decisions are, by what they are of."""
 
 
 def routing(found: Figures) -> Iterator[Table]:
@@ -18,7 +25,7 @@ def routing(found: Figures) -> Iterator[Table]:
             look(one, "share_of_ideal"),
             look(one, "load_max_over_mean"),
         )
-        for name, one in routers(found).items()
+        for name, one in _routers(found).items()
     ]
     head = ("router", "TTFT p50, ms", "p99", "share of ideal cache", "load, most / mean")
     yield Table(head, rows)
@@ -70,7 +77,7 @@ def proxy(found: Figures) -> Iterator[Table]:
         "requests per second": "rps",
         "added TTFT, ms": "added_ttft_p50_ms",
     }
-    every = proxies(found)
+    every = _proxies(found)
     for size in dict.fromkeys(size for sizes in every.values() for size in sizes):
         if size in _BETWEEN:
             continue
@@ -86,10 +93,10 @@ def proxy(found: Figures) -> Iterator[Table]:
 
 def index(found: Figures) -> Iterator[Table]:
     rows = [
-        (int(workers), *(look(cell, *place) for place in DECISIONS.values()))
+        (int(workers), *(look(cell, *place) for place in _DECISIONS.values()))
         for workers, cell in (look(found, "by_workers") or {}).items()
     ]
-    yield Table(("engines", *(f"{head}, microseconds" for head in DECISIONS)), rows)
+    yield Table(("engines", *(f"{head}, microseconds" for head in _DECISIONS)), rows)
     yield named_table(
         found,
         {
@@ -104,3 +111,23 @@ def tool_loop(found: Figures) -> Iterator[Table]:
         {name: one for name, one in found.items() if isinstance(one, Mapping)},
         {"20 calls, ms": ("loop_ms",), "bytes sent": ("sent_bytes",)},
     )
+
+
+def _routers(found: Figures) -> dict[str, Figures]:
+    """The figures of each router, by its name."""
+    return {
+        name: one
+        for name, one in found.items()
+        if isinstance(one, Mapping) and look(one, "ttft_p50_ms") is not None
+    }
+
+
+def _proxies(found: Figures) -> dict[str, Figures]:
+    """The figures of each proxy, by its name."""
+    return {
+        name: sizes
+        for name, sizes in found.items()
+        if isinstance(sizes, Mapping)
+        and any(look(one, "cpu_us_per_request") is not None for one in sizes.values())
+        and name != "direct"
+    }

@@ -6,20 +6,18 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 from bench.report import balancer_tables, engine_tables, fleet_tables
-from bench.report.charts import Figures
-from bench.report.tables import Table
+from bench.report.tables import Figures, Table
 
 
 @dataclass(frozen=True)
 class Section:
-    """A part of the page. step: of the plan. chart: its name. page: the feature's; "": none."""
+    """A part of the page. step: of the plan. page: the feature's; "": none."""
 
     step: str
     title: str
     text: str
     tables: Callable[[Figures], Iterator[Table]]
     page: str
-    chart: str = ""
 
 
 SECTIONS = (
@@ -44,7 +42,6 @@ SECTIONS = (
         "forward pass: what a GPU would not make faster.",
         engine_tables.warm_turn,
         "how/engine.md",
-        "ttft-by-length",
     ),
     Section(
         "long_history",
@@ -54,7 +51,6 @@ SECTIONS = (
         "words.",
         engine_tables.long_history,
         "reference/limits.md",
-        "ttft-of-long-histories",
     ),
     Section(
         "header_strip",
@@ -71,7 +67,6 @@ SECTIONS = (
         "cache. The share is of what the session's previous turn left in the cache.",
         engine_tables.pin_flood,
         "guide/pins.md",
-        "cached-by-turn",
     ),
     Section(
         "tiers",
@@ -88,7 +83,6 @@ SECTIONS = (
         "by one. The first load uses up the request slots, the second the KV memory.",
         engine_tables.priority,
         "guide/priority.md",
-        "ttft-under-pressure",
     ),
     Section(
         "speculative_prefill",
@@ -140,7 +134,6 @@ SECTIONS = (
         "engines. vllm-router alone gets a session header, which its policy needs.",
         balancer_tables.routing,
         "how/routing.md",
-        "routers",
     ),
     Section(
         "proxy",
@@ -149,7 +142,6 @@ SECTIONS = (
         "reads no body: it shows what plain forwarding costs.",
         balancer_tables.proxy,
         "how/routing.md",
-        "proxy-cost",
     ),
     Section(
         "proxy_profile",
@@ -165,7 +157,6 @@ SECTIONS = (
         "Dynamo's whole decision has no lookup in it, as its own index is empty here.",
         balancer_tables.index,
         "how/prefix-index.md",
-        "decision-time",
     ),
     Section(
         "epp",

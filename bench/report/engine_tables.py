@@ -5,9 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from bench.report.charts import Figures, turns
 from bench.report.labels import PIN_LABELS, TIER_LABELS, label
-from bench.report.tables import Table, arms_table, is_not_valid, look, middle, named_table
+from bench.report.tables import Figures, Table, arms_table, is_not_valid, look, middle, named_table
 
 _DECODING = {
     "tokens per second of all streams, sgl-ext / SGLang": ("tokens_per_s_ratio",),
@@ -19,7 +18,7 @@ def warm_turn(found: Figures) -> Iterator[Table]:
     """All lengths on the first path; on the others that of the README."""
     rows: list[tuple[Any, ...]] = []
     for path in (path for path in found if path.startswith("/")):
-        for planned, one in turns(found, path).items():
+        for planned, one in _turns(found, path).items():
             if rows and path != rows[0][0] and planned != _USUAL:
                 continue
             tokens = look(one, "ours", "prompt_tokens") or planned
@@ -44,7 +43,7 @@ def warm_turn(found: Figures) -> Iterator[Table]:
             ),
         },
     )
-    yield from _stages(turns(found).get(_USUAL, {}))
+    yield from _stages(_turns(found).get(_USUAL, {}))
     yield _of_messages(found)
 
 
@@ -261,3 +260,9 @@ def gpu(found: Figures) -> Iterator[Table]:
         if isinstance(arms, Mapping):
             columns = {"TTFT p50, ms": ("ttft_p50_ms",), "TTFT p99, ms": ("ttft_p99_ms",)}
             yield arms_table(arms, columns, step["name"])
+
+
+def _turns(found: Figures, path: str = "/v1/messages") -> dict[int, Figures]:
+    """The figures of warm turns through a protocol, by the planned size of the prompt."""
+    sizes = look(found, path) or {}
+    return {int(size): of for size, of in sizes.items() if size.isdigit()}

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 
-from bench.report.charts import Figures, size_of
 from bench.report.labels import AGENT_LABELS, EPP_LABELS, RECORDED_LABELS, label
-from bench.report.tables import Table, arms_table, look, named_table
+from bench.report.tables import Figures, Table, arms_table, look, named_table, size_of
 
 # A size between two others.
 _BETWEEN = ("220kb",)

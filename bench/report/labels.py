@@ -61,8 +61,3 @@ EPP_LABELS = {
 def label(name: str, own: Mapping[str, str] = MappingProxyType({})) -> str:
     """The label of an arm; the name itself, in words, if there is none. own: of one bench."""
     return own.get(name) or _LABELS.get(name, name.replace("_", " "))
-
-
-def is_ours(name: str) -> bool:
-    """Whether a label is of this project."""
-    return name.startswith(OURS)

@@ -16,7 +16,7 @@ from sgl_ext.version import versions
 
 _PACKAGES = ("sglang", "torch", "transformers", "aiohttp", "uvloop")
 _CODE = ("bench", "launch", "radix", "scheduler", "sgl_ext", "pyproject.toml")
-# How tables and plots are made is no part of what was measured.
+# How tables are made is no part of what was measured.
 _DRAWING = "bench/report/"
 
 

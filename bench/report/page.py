@@ -9,11 +9,9 @@ import re
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from bench.report.charts import Chart, Figures, charts
 from bench.report.contents import SECTIONS, Section
 from bench.report.peers import PEERS, peer_rows
-from bench.report.plots import image_name
-from bench.report.tables import NO_DIFFERENCE, Table, shown, table
+from bench.report.tables import NO_DIFFERENCE, Figures, Table, shown, table
 
 Report = Mapping[str, Any]
 
@@ -52,12 +50,11 @@ _OTHERS = """\
 
 def page(report: Report) -> str:
     """The page."""
-    drawn = charts(figures_of(report))
     parts = [_INTRODUCTION, _HOW_TO_READ, *_run(report), *_against(report)]
     for section in SECTIONS:
         step = _steps(report).get(section.step)
         if step is not None or section.step != "gpu":
-            parts.append("\n".join(_section(section, step, drawn.get(section.chart))) + "\n")
+            parts.append("\n".join(_section(section, step)) + "\n")
     return "\n".join([*parts, _OTHERS])
 
 
@@ -151,9 +148,7 @@ def anchor(title: str) -> str:
     return re.sub(r"[^\w\- ]", "", title.lower()).replace(" ", "-")
 
 
-def _section(
-    section: Section, step: Mapping[str, Any] | None, chart: Chart | None
-) -> Iterator[str]:
+def _section(section: Section, step: Mapping[str, Any] | None) -> Iterator[str]:
     more = f" More: [{section.page}]({section.page})." if section.page else ""
     yield from (f"## {section.title}", "", section.text + more)
     if step is None:
@@ -164,8 +159,6 @@ def _section(
         yield f"**{step['status'].capitalize()}**: {step['why']}"
         if section.step != "gpu":
             return
-    if chart is not None:
-        yield from (*_image(chart, "images"), "")
     for one in section.tables(step["figures"]):
         if one.rows:
             yield from (*_shown(one), "")
@@ -173,11 +166,3 @@ def _section(
 
 def _shown(one: Table) -> Iterator[str]:
     return table(one.head, [[shown(value) for value in row] for row in one.rows])
-
-
-def _image(chart: Chart, folder: str) -> Iterator[str]:
-    light, dark = (f"{folder}/{image_name(chart.name, theme)}" for theme in ("light", "dark"))
-    yield "<picture>"
-    yield f'  <source media="(prefers-color-scheme: dark)" srcset="{dark}">'
-    yield f'  <img src="{light}" alt="{chart.alternative}">'
-    yield "</picture>"

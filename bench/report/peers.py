@@ -6,8 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from bench.report.charts import Figures
-from bench.report.tables import look, shown
+from bench.report.tables import Figures, look, shown
 
 
 @dataclass(frozen=True)

@@ -1,7 +1,7 @@
 """What of a report is shown: the page is drawn once from a document that notes what is read of it.
 
-A bench prints everything that it measured. docs/benchmarks.json has what docs/measured.md, its
-plots and the README show, so that a change of a figure there is a change of the page.
+A bench prints everything that it measured. docs/benchmarks.json has what docs/measured.md and
+the README show, so that a change of a figure there is a change of the page.
 """
 
 from __future__ import annotations

@@ -9,6 +9,7 @@ from typing import Any
 
 from bench.report.labels import label
 
+Figures = Mapping[str, Any]
 NOT_REPORTED = "not reported"
 NO_DIFFERENCE = "no difference shown"
 _NO_LABELS: Mapping[str, str] = MappingProxyType({})
@@ -148,3 +149,8 @@ def _figures(found: Any, before: str) -> Iterator[tuple[str, Any]]:
             yield from _figures(value, f"{before}, {label(name)}" if before else label(name))
     else:
         yield before, found
+
+
+def size_of(key: str) -> str:
+    """`200kb` as a person writes it."""
+    return key.replace("kb", " KB").replace("mb", " MB")

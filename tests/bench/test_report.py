@@ -16,7 +16,6 @@ from bench.lib.script import NOT_VALID
 from bench.lib.spread import ratio_spread, spread
 from bench.report import __main__ as report_module
 from bench.report.__main__ import (
-    IMAGES,
     PAGE,
     README,
     committed,
@@ -24,11 +23,9 @@ from bench.report.__main__ import (
     shown_of,
     with_other_steps,
 )
-from bench.report.charts import charts
 from bench.report.contents import SECTIONS
-from bench.report.page import MADE, anchor, figures_of, page, with_readme_part
+from bench.report.page import MADE, anchor, page, with_readme_part
 from bench.report.plan import HANG, NAMES, QUICK_MINUTES, STEPS, Planned
-from bench.report.plots import THEMES, draw, image_name
 from bench.report.saved import Saved
 from bench.report.steps import Result, Step, run_step
 from bench.report.tables import number, shown
@@ -65,9 +62,7 @@ PRIORITY = {
 }
 
 
-FLOOD = {
-    "by_turn": {"turn": [2, 3], "cached_share": {"stock_priority": [0.9, 0.5], "pinned": [1, 1]}}
-}
+FLOOD = {"arms": {"stock_priority": {"cached_share": 0.5}, "pinned": {"cached_share": 1}}}
 
 
 def step(name: str, figures: dict[str, Any] | None = None, **fields: Any) -> dict[str, Any]:
@@ -93,7 +88,6 @@ def test_a_figure_is_shown_with_its_spread_and_its_command() -> None:
     found = section(page(report(step("warm_turn", WARM))), "A turn whose prefix is cached")
     assert "    python -m bench.warm_turn --quick\n" in found
     assert "| 52,007 | 88 (84–90) | 31 (30–35) | 2.84" in found
-    assert "images/benchmarks-ttft-by-length-dark.svg" in found
 
 
 def test_a_ratio_whose_spread_crosses_1_shows_no_difference() -> None:
@@ -114,7 +108,6 @@ def test_what_failed_was_not_valid_or_did_not_run_is_shown_as_such_and_without_f
     assert "**Not valid**: the flood fits the cache" in not_valid
     assert "**Not run.**" in section(text, "What a proxy costs")
     assert "123,456" not in text
-    assert "<picture>" not in text
 
 
 def test_a_part_that_is_not_valid_leaves_the_other_parts() -> None:
@@ -183,10 +176,6 @@ def test_the_committed_pages_are_those_of_the_committed_figures() -> None:
     assert (ROOT / PAGE).read_text() == page(document)
     readme = (ROOT / README).read_text()
     assert readme == with_readme_part(readme, document)
-    expected = {
-        image_name(name, theme) for name in charts(figures_of(document)) for theme in THEMES
-    }
-    assert {path.name for path in (ROOT / IMAGES).glob("benchmarks-*.svg")} == expected
 
 
 def test_the_document_has_only_what_is_shown() -> None:
@@ -225,25 +214,9 @@ def test_pages_link_to_the_benchmarks_and_have_no_measured_times_of_their_own() 
             assert not MEASURED.search(prose), f"{path.name}: {MEASURED.search(prose)}"
 
 
-@pytest.mark.long
-def test_a_plot_is_the_same_each_time_and_has_axes_with_units(tmp_path: Path) -> None:
-    drawn = charts({"warm_turn": WARM, "priority": PRIORITY})
-    assert set(drawn) == {"ttft-by-length", "ttft-under-pressure"}
-    line = drawn["ttft-by-length"]
-    assert (line.value_axis, line.x_axis) == ("TTFT, ms", "tokens of the prompt")
-    assert set(line.series) == {"SGLang", "sgl-ext"}
-    for name in ("one", "two"):
-        draw(drawn, tmp_path / name)
-    for path in (tmp_path / "one").iterdir():
-        assert path.read_bytes() == (tmp_path / "two" / path.name).read_bytes()
-        assert b"<text" not in path.read_bytes(), "a text that needs a font"
-    assert len(list((tmp_path / "one").iterdir())) == 2 * len(drawn)
-
-
 def test_arms_are_named_as_their_bench_means_them() -> None:
-    drawn = charts({"pin_flood": FLOOD})["cached-by-turn"]
-    priority = drawn.series["SGLang, priority eviction"]
-    assert [(point.x, point.y) for point in priority] == [(2, 90), (3, 50)]
+    found = section(page(report(step("pin_flood", FLOOD))), "A pinned prefix under a flood")
+    assert "| SGLang, priority eviction | 0.5 |" in found
 
 
 @pytest.mark.parametrize(
