@@ -23,16 +23,24 @@ spans, and on a GPU kernels run beside the host, so that its stages would say li
 
 from __future__ import annotations
 
+import copy
 import statistics
 import tempfile
+import time
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from functools import partial
+from importlib import import_module
+from inspect import unwrap
 from pathlib import Path
 from typing import Any
 
+import sgl_ext_cpu
+from sgl_ext_cpu import front_end
 from sgl_ext_cpu.node import Node
+from transformers.utils import chat_template_utils
 
 from bench.lib.arms import running_arms
 from bench.lib.engines import Engines, chosen, engine_parser, model_of
@@ -42,8 +50,6 @@ from bench.lib.script import Size, require, run
 from bench.lib.spread import ratio_spread, spread
 from bench.lib.warm.bodies import BODIES
 from bench.lib.warm.load import Answer, Conversation, ask
-from bench.lib.warm.messages import copies_ms, per_token_ms
-from bench.lib.warm.rates import Rate, measure_rate, rate_figures
 from bench.lib.warm.stages import (
     FORWARD,
     OURS,
@@ -54,7 +60,252 @@ from bench.lib.warm.stages import (
     medians,
     stages_ms,
 )
-from bench.lib.warm.templates import template_times
+from sgl_ext.engine.core.request_context import RequestContext, entered
+from sgl_ext.engine.host_cache.chat_templates import compile_template
+from sgl_ext.engine.host_cache.message_cache import Message, SharedMessage
+from sgl_ext.engine.http.cache_hooks import count_calls, find_tools
+from sgl_ext.engine.sglang_types import Original
+
+# How long chat templates of real models' structure take to render a long chat.
+#
+# SGLang renders the whole chat in each turn, in Jinja's sandbox. Ours does, too, with quicker code
+# (`sgl_ext/engine/host_cache/chat_templates.py`).
+
+_FOLDER = Path(sgl_ext_cpu.__file__).parent
+_MESSAGES = 400
+
+
+def template_sources() -> dict[str, str]:
+    """The templates by name: the CPU models' own, and those of other models' structure."""
+    files = [_FOLDER / "chat.jinja", *sorted((_FOLDER / "templates").glob("*.jinja"))]
+    return {file.stem: file.read_text() for file in files}
+
+
+def template_times(rounds: int) -> dict[str, dict[str, Any]]:
+    """For each template, milliseconds of CPU time by arm, and the ratio with its range."""
+    return {name: times_of(source, rounds) for name, source in template_sources().items()}
+
+
+def compiled(source: str, *, quick: bool) -> Any:
+    """A template, compiled as SGLang does it or with our look-ups."""
+    compile_whole = unwrap(chat_template_utils._cached_compile_jinja_template)
+    return compile_template(compile_whole, source) if quick else compile_whole(source)
+
+
+def chat(messages: int) -> Mapping[str, Any]:
+    """What a template is given for an agent's chat: calls with results, now and then an answer."""
+    turns: list[dict[str, Any]] = [
+        {"role": "system", "content": "You edit files. " * 100},
+        {"role": "user", "content": "Please tidy up this project."},
+    ]
+    for number in range(messages):
+        call = {"name": "Tool3", "arguments": {"path": f"src/module_{number}.py"}}
+        called = [{"id": f"call_{number}", "type": "function", "function": call}]
+        turns.append({"role": "assistant", "content": "The next file.", "tool_calls": called})
+        result = {
+            "role": "tool",
+            "tool_call_id": f"call_{number}",
+            "content": "def f(): pass\n" * 90,
+        }
+        turns.append(result)
+        if number % 10 == 9:
+            turns.append({"role": "assistant", "content": "Done."})
+            turns.append({"role": "user", "content": "Go on."})
+    schema = {"type": "object", "properties": {"path": {"type": "string"}}, "required": ["path"]}
+    functions = [
+        {"name": f"Tool{n}", "description": "Edits a file", "parameters": schema} for n in range(20)
+    ]
+    return {
+        "messages": turns[:messages],
+        "tools": [{"type": "function", "function": function} for function in functions],
+        "documents": None,
+        "add_generation_prompt": True,
+        "enable_thinking": False,
+    }
+
+
+def times_of(source: str, rounds: int) -> dict[str, Any]:
+    """Milliseconds of CPU time of both arms, in turn. Raises RuntimeError if they differ."""
+    asked = chat(_MESSAGES)
+    arms = {"stock": compiled(source, quick=False), "ours": compiled(source, quick=True)}
+    if len({template.render(asked) for template in arms.values()}) != 1:
+        raise RuntimeError("the two ways to render a template differ")
+    seen: dict[str, list[float]] = {arm: [] for arm in arms}
+    for _ in range(rounds):
+        for arm, template in arms.items():
+            begin = time.process_time()
+            template.render(asked)
+            seen[arm].append((time.process_time() - begin) * 1e3)
+    ratios = [stock / ours for stock, ours in zip(seen["stock"], seen["ours"], strict=True)]
+    return {
+        **{f"{arm}_ms": round(statistics.median(times), 2) for arm, times in seen.items()},
+        "ratio": round(statistics.median(ratios), 2),
+        "ratio_range": [round(min(ratios), 2), round(max(ratios), 2)],
+    }
+
+
+# What SGLang's front end does with all messages of a request, by their number.
+#
+# For each token of a chat completion whose model can call tools, it looks through them four
+# times; ours finds it once. Before it renders them, it copies their dicts twice; ours are quick
+# to copy, and cached ones are their own copies.
+
+_COUNTS_OF_MESSAGES = (41, 171, 421, 3301)
+_TOOLS = 20
+_TIMES = 20
+# The calls of `_process_tool_call_stream` and of `_tool_call_parsing_active`, which runs twice.
+_LOOKS_FOR_TOOLS = 3
+
+
+def per_token_ms(rounds: int) -> dict[str, Any]:
+    """Milliseconds of CPU time for each token, by the number of messages and by arm."""
+    front_end.load()
+    module = import_module("sglang.srt.entrypoints.openai.serving_chat")
+    chat = object.__new__(module.OpenAIServingChat)
+    tools, calls = type(chat)._effective_tools, type(chat)._get_history_tool_calls_cnt
+    once, counted = partial(find_tools, tools), partial(count_calls, calls)
+    result: dict[str, Any] = {}
+    for messages in _COUNTS_OF_MESSAGES:
+        request = _request(messages)
+        seen: dict[str, list[float]] = {"stock": [], "ours": []}
+        for _ in range(rounds):
+            seen["stock"].append(_ms(partial(_look, tools, calls, chat, request)))
+            with entered(RequestContext()):
+                seen["ours"].append(_ms(partial(_look, once, counted, chat, request)))
+        result[str(messages)] = {arm: spread(times, 4) for arm, times in seen.items()}
+    return result
+
+
+def copies_ms(rounds: int) -> dict[str, Any]:
+    """Milliseconds of CPU time for both copies of a request's dicts, by the number of messages.
+
+    cached: ours for messages of `/v1/messages` that are known.
+    """
+    front_end.load()
+    result: dict[str, Any] = {}
+    for messages in _COUNTS_OF_MESSAGES:
+        written = [message.model_dump() for message in _request(messages).messages]
+        arms: dict[str, list[Any]] = {
+            "stock": written,
+            "ours": [*map(Message, written)],
+            "cached": [*map(SharedMessage, written)],
+        }
+        seen: dict[str, list[float]] = {arm: [] for arm in arms}
+        for _ in range(rounds):
+            for arm, dicts in arms.items():
+                seen[arm].append(2 * _ms(partial(copy.deepcopy, dicts), 1))
+        result[str(messages)] = {arm: spread(times, 4) for arm, times in seen.items()}
+    return result
+
+
+def _look(find: Original, count: Original, *given: Any) -> None:
+    for _ in range(_LOOKS_FOR_TOOLS):
+        find(*given)
+    count(*given)
+
+
+def _ms(work: Callable[[], object], times: int = _TIMES) -> float:
+    work()
+    begin_s = time.process_time()
+    for _ in range(times):
+        work()
+    return (time.process_time() - begin_s) * 1e3 / times
+
+
+def _request(messages: int) -> Any:
+    protocol = import_module("sglang.srt.entrypoints.openai.protocol")
+    turns: list[dict[str, Any]] = [{"role": "user", "content": "Please tidy up this project."}]
+    while len(turns) < messages:
+        name = f"call_{len(turns)}"
+        function = {"name": "Tool3", "arguments": "{}"}
+        call = {"id": name, "type": "function", "function": function}
+        turns.append({"role": "assistant", "content": "Next.", "tool_calls": [call]})
+        turns.append({"role": "tool", "tool_call_id": name, "content": "def f(): pass"})
+    schema = {"type": "object", "properties": {"path": {"type": "string"}}}
+    tools = [
+        {"type": "function", "function": {"name": f"Tool{number}", "parameters": schema}}
+        for number in range(_TOOLS)
+    ]
+    return protocol.ChatCompletionRequest(model="bench", messages=turns, tools=tools)
+
+
+# How many tokens per second both arms generate, one stream at a time and several at once.
+#
+# The prompt is cached, so that decoding is most of what is measured.
+
+LEAST_OF_STOCK = 0.98
+"""Ours generates at least so many of stock's tokens per second."""
+_FEWEST_ROUNDS = 3
+_PROMPT_TOKENS = 4_000
+_STREAMS = 4
+
+
+@dataclass(frozen=True, slots=True)
+class Rate:
+    """So many rounds of answers of so many tokens. An answer takes a second or more, so that what
+    follows the first token once does not count for much."""
+
+    rounds: int = 7
+    answer_tokens: int = 256
+
+
+@dataclass(frozen=True, slots=True)
+class Generated:
+    """Tokens per second of one arm in one round: of the median stream when several run, of a stream
+    alone, and of all streams together."""
+
+    stream: float
+    alone: float
+    total: float
+
+
+def measure_rate(nodes: Mapping[str, Node], texts: Texts, rate: Rate) -> dict[str, list[Generated]]:
+    """What each node generates in each round, in alternation."""
+    chat = Conversation("rate", texts)
+    chat.grow_to(min(_PROMPT_TOKENS, 40 * rate.answer_tokens))
+    body = chat.body(MESSAGES, rate.answer_tokens)
+    for node in nodes.values():
+        ask(node, MESSAGES, body)
+    seen: dict[str, list[Generated]] = {name: [] for name in nodes}
+    for number in range(rate.rounds):
+        for name in list(nodes)[:: 1 if number % 2 else -1]:
+            seen[name].append(_generate(nodes[name], body))
+    return seen
+
+
+def _generate(node: Node, body: bytes) -> Generated:
+    alone = ask(node, MESSAGES, body)
+    begun_s = time.monotonic()
+    with ThreadPoolExecutor(_STREAMS) as pool:
+        answers = list(pool.map(lambda _: ask(node, MESSAGES, body), range(_STREAMS)))
+    took_s = time.monotonic() - begun_s
+    return Generated(
+        statistics.median(answer.tokens_per_s for answer in answers),
+        alone.tokens_per_s,
+        sum(answer.answer_tokens for answer in answers) / took_s,
+    )
+
+
+def rate_figures(seen: Mapping[str, Sequence[Generated]]) -> dict[str, Any]:
+    """Both arms, and ours over stock. Raises InvariantBroken if ours is slower in every round of
+    three or more: fewer say too little."""
+    result: dict[str, Any] = {"streams": _STREAMS}
+    for figure in ("stream", "alone", "total"):
+        values = {arm: [getattr(one, figure) for one in rounds] for arm, rounds in seen.items()}
+        ratio = ratio_spread(values["ours"], values["stock"])
+        require(
+            ratio["max"] >= LEAST_OF_STOCK or ratio["rounds"] < _FEWEST_ROUNDS,
+            "ours generates as many tokens per second as stock in one round at least",
+            figure=figure,
+            most=ratio["max"],
+        )
+        result[figure] = {
+            **{arm: spread(each, 1) for arm, each in values.items()},
+            "ours_of_stock": ratio,
+            "holds": ratio["median"] >= LEAST_OF_STOCK,
+        }
+    return result
+
 
 _FIRST_TURNS = 2
 _RATE = Rate()

@@ -5,9 +5,9 @@ from __future__ import annotations
 import json
 import statistics
 
-from bench.agents.job_figures import arm_figures, by_round, differing
 from bench.agents.job_run import Played, Sent
 from bench.agents.jobs import LEAD, SUBAGENT, TASK, Maker, Plan, Shape, script_of
+from bench.agents_jobs import arm_figures, by_round, differing
 from bench.lib.pin_load import Texts
 
 

@@ -9,7 +9,6 @@ import pytest
 
 from bench.lib.capacity import Capacity
 from bench.lib.pin_load import Texts
-from bench.lib.priority_figures import comparison, differing, siege_figures, starved, unlike_all
 from bench.lib.priority_load import (
     BATCH,
     INTERACTIVE,
@@ -20,7 +19,15 @@ from bench.lib.priority_load import (
     sent_beside_batch,
 )
 from bench.lib.script import NotValid
-from bench.priority import check_load, fitted_load
+from bench.priority import (
+    check_load,
+    comparison,
+    differing,
+    fitted_load,
+    siege_figures,
+    starved,
+    unlike_all,
+)
 
 AGING_S = 1.0
 BOUND_S = 11.0

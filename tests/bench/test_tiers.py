@@ -10,19 +10,28 @@ import pytest
 
 from bench.lib.pin_load import Answer, Flooded, Texts, take
 from bench.lib.script import InvariantBroken, NotValid
-from bench.lib.tiers_arm import returns
-from bench.lib.tiers_figures import (
+from bench.tiers import (
+    APART,
+    ARMS,
     HICACHE,
+    PLANS,
     RELEASE,
+    SHARED,
     TIERS,
+    Moved,
+    Plan,
     Round,
     Seen,
     arm_figures,
     cached_share,
+    check_load,
+    check_moves,
     comparison,
+    flags_of,
+    move_starts,
+    moved_figures,
+    returns,
 )
-from bench.lib.tiers_moves import APART, SHARED, Moved, check_moves, moved_figures, starts
-from bench.tiers import ARMS, PLANS, Plan, check_load, flags_of
 
 PREFIX = 10_000
 LEFT = [[PREFIX, PREFIX], [PREFIX, PREFIX]]
@@ -185,7 +194,7 @@ def test_answers_that_depend_on_the_batch_are_counted() -> None:
 def test_the_engines_of_moved_sessions_differ_in_the_shared_tier_alone(tmp_path: Path) -> None:
     made: dict[str, tuple[str, ...]] = {}
     engines = SimpleNamespace(ours=lambda folder, *flags: made.update({folder.name: flags}))
-    for start in starts(engines, tmp_path, "--max-total-tokens", "4096").values():
+    for start in move_starts(engines, tmp_path, "--max-total-tokens", "4096").values():
         start()
     host = len(made[APART])
     assert made[SHARED][:host] == made[APART]
