@@ -10,7 +10,7 @@ from typing import Annotated
 
 import typer
 
-from sgl_ext.cli import bench, engines, pins, prompts, status, top
+from sgl_ext.cli import bench, chat, config, engines, pins, prompts, run_folder, status, top
 from sgl_ext.cli.clients import clients
 from sgl_ext.cli.contexts import app as contexts
 from sgl_ext.cli.node import NodeError, UsageError
@@ -45,16 +45,21 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 def _show_version(wanted: bool) -> None:
     if wanted:
-        found = versions()
-        commit = f" ({found.commit})" if found.commit else ""
-        console().print(plain(f"{PROGRAM} {found.sgl_ext}{commit}, SGLang {found.sglang or '-'}"))
+        version()
         raise typer.Exit
+
+
+def version() -> None:
+    """Print the versions of sgl-ext and SGLang, and the commit."""
+    found = versions()
+    commit = f" ({found.commit})" if found.commit else ""
+    console().print(plain(f"{PROGRAM} {found.sgl_ext}{commit}, SGLang {found.sglang or '-'}"))
 
 
 @app.callback(invoke_without_command=True)
 def sgl_ext(
     context: typer.Context,
-    version: Annotated[
+    shows_version: Annotated[
         bool,
         typer.Option(
             "--version", callback=_show_version, is_eager=True, help="Print versions and commit."
@@ -82,6 +87,17 @@ def serve(context: typer.Context) -> None:
     from sgl_ext.launch import main
 
     main(context.args)
+
+
+def help(
+    context: typer.Context,
+    verb: Annotated[
+        list[str] | None, typer.Argument(metavar="VERB", help="A verb, such as pins delete.")
+    ] = None,
+) -> None:
+    """Print the help of the command, or of a verb."""
+    root = context.find_root().command
+    root.main(args=[*(verb or ()), "--help"], prog_name=PROGRAM, standalone_mode=False)
 
 
 def keys(context: typer.Context) -> None:
@@ -141,9 +157,15 @@ _START, _LOOK, _CHANGE = "Start a node", "Look at a running node", "Change a run
 _PREPARE = "Prepare"
 _VERBS: dict[str, list[Callable[..., None]]] = {
     _START: [serve],
-    _LOOK: [status.status, top.top, prompts.explain, prompts.doctor, clients, bench.bench],
-    _CHANGE: [engines.restart, engines.drain, engines.add, engines.reload],
-    _PREPARE: [size, recipes, keys, completion],
+    _LOOK: [
+        *(status.status, top.top, chat.models, chat.chat, run_folder.logs),
+        *(prompts.explain, prompts.doctor, clients, bench.bench),
+    ],
+    _CHANGE: [
+        *(engines.restart, engines.drain, engines.undrain, engines.add, engines.reload),
+        run_folder.stop,
+    ],
+    _PREPARE: [size, recipes, keys, completion, version, help],
 }
 for panel, verbs in _VERBS.items():
     for verb in verbs:
@@ -151,4 +173,5 @@ for panel, verbs in _VERBS.items():
         settings = {} if is_own else _AS_IT_IS
         app.command(rich_help_panel=panel, context_settings=settings, add_help_option=is_own)(verb)
 app.add_typer(pins.app, name="pins", rich_help_panel=_LOOK)
+app.add_typer(config.app, name="config", rich_help_panel=_PREPARE)
 app.add_typer(contexts, name="context", rich_help_panel=_CHANGE)

@@ -106,7 +106,7 @@ def drain(
 ) -> None:
     """Give an engine no new requests; it leaves after its last one.
 
-    `sgl-ext add URL` takes it back.
+    `sgl-ext undrain ENGINE` takes it back while it is there, and `sgl-ext add URL` later, too.
     """
     node = node_at(url, key)
     row = _find(node, engine)
@@ -119,6 +119,22 @@ def drain(
         busy = "" if wait else f" and has {row['in_flight']:,} requests in flight"
         what = "has left" if wait else "drains"
         console().print(plain(f"{row['id']} {what}{busy}. Take it back: sgl-ext add {row['url']}"))
+
+
+def undrain(engine: EngineName, url: Url = HERE, key: Key = None, as_json: Json = False) -> None:
+    """Take back an engine that drains."""
+    node = node_at(url, key)
+    try:
+        row = _find(node, engine)
+    except NodeError as error:
+        raise NodeError(f"{error}. One that has left comes back with sgl-ext add URL") from None
+    if row.get("state") != "draining":
+        raise NodeError(f"{row['id']} does not drain: it is {row.get('state')}")
+    row = node.post(_WORKERS, {"url": row["url"]})
+    if as_json:
+        print_json(row)
+    else:
+        console().print(plain(f"{row['id']} gets requests again"))
 
 
 def add(

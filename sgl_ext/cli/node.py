@@ -18,6 +18,9 @@ KEY_VARIABLE = "SGL_EXT_API_KEY"
 _TIMEOUT_S = 30.0
 # A live node sends an event each second.
 _SILENCE_S = 10.0
+# A prompt may wait in the queue before its answer begins.
+_ANSWER_S = 600.0
+_DONE = b"[DONE]"
 
 
 class NodeError(Exception):
@@ -76,11 +79,20 @@ class Node:
 
     def events(self, path: str) -> Iterator[Any]:
         """The JSON documents of a stream of server-sent events, until it ends. Raises NodeError."""
-        with self._answer("GET", path, None, _SILENCE_S) as answer:
+        return self._events("GET", path, None, _SILENCE_S)
+
+    def post_events(self, path: str, body: bytes) -> Iterator[Any]:
+        """As `events`, of the answer to a body of JSON, for which a queue may let it wait."""
+        return self._events("POST", path, body, _ANSWER_S)
+
+    def _events(
+        self, method: str, path: str, body: bytes | None, timeout_s: float
+    ) -> Iterator[Any]:
+        with self._answer(method, path, body, timeout_s) as answer:
             if answer.status != http.client.OK:
-                raise self._refusal("GET", path, answer.status, answer.read())
+                raise self._refusal(method, path, answer.status, answer.read())
             for line in answer:
-                if line.startswith(b"data:"):
+                if line.startswith(b"data:") and line[5:].strip() != _DONE:
                     yield self._decoded(line[5:])
 
     def _ask(self, method: str, path: str, body: bytes | None = None) -> Any:

@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from difflib import get_close_matches
 from ipaddress import ip_address
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, NoReturn, TypeVar
 from urllib.parse import urlsplit
 
 import msgspec
@@ -67,6 +67,18 @@ def launch_settings(argv: Sequence[str]) -> LaunchSettings:
     file's `[engine]` table, and SGLang's own parser judges it. SGLang's names for `tp` are the
     launcher's, too. Raises SettingsError.
     """
+    return _launch_settings(argv, needs_model=True)[0]
+
+
+def sourced_settings(argv: Sequence[str]) -> tuple[LaunchSettings, Mapping[str, str]]:
+    """As `launch_settings`, with the place of each setting that is given: its flag, or file, table
+    and key. A model need not be given."""
+    return _launch_settings(argv, needs_model=False)
+
+
+def _launch_settings(
+    argv: Sequence[str], *, needs_model: bool
+) -> tuple[LaunchSettings, Mapping[str, str]]:
     parser = _parser("sgl-ext serve", "Start SGLang engines with one balancer in front of them.")
     parser.epilog = "Any other flag goes to every engine: see python -m sglang.launch_server --help"
     parser.add_argument("--config", metavar="FILE", help=_CONFIG_HELP)
@@ -77,6 +89,8 @@ def launch_settings(argv: Sequence[str]) -> LaunchSettings:
     config = flags.pop("config", None)
     file_args = given.read_file(None if config is None else settings_file(config))
     given.read_flags(flags, {**TABLES["launch"], **TABLES["balancer"]})
+    if not needs_model:
+        given.values.setdefault("model_path", "")
     if "model_path" not in given.values:
         where = (
             "a file with [launch] model-path"
@@ -91,7 +105,7 @@ def launch_settings(argv: Sequence[str]) -> LaunchSettings:
         balancer=BalancerSettings(**given.values_of(BalancerSettings)),
     )
     check_launch(settings, given.names)
-    return settings
+    return settings, given.names
 
 
 def balancer_settings(argv: Sequence[str]) -> BalancerSettings:
@@ -235,14 +249,23 @@ class _Given:
                 others = (f"; it belongs to [{at}]" for at, keys in TABLES.items() if name in keys)
                 hint = next(others, _nearest(name, fields))
                 raise SettingsError(f"{where}{key}: unknown key{hint}")
-            self.names[name] = where + key
+            # A tenant's limit has the name of one of the node's.
+            if fields is not TABLES["tenants"]:
+                self.names[name] = where + key
             converted[name] = fields[name].convert(value, where + key, **how)
         return converted
 
 
+class _Parser(argparse.ArgumentParser):
+    """A parser whose errors are those of settings: one line without the usage."""
+
+    def error(self, message: str) -> NoReturn:
+        raise SettingsError(re.sub(r"^argument (\S+): ", r"\1: ", message))
+
+
 def _parser(prog: str, description: str) -> argparse.ArgumentParser:
     """A parser whose result holds the flags that were given, and no others."""
-    return argparse.ArgumentParser(
+    return _Parser(
         prog=prog,
         usage="%(prog)s [FLAG ...]",
         description=description,

@@ -21,7 +21,8 @@ class Refused(Exception):
 
 
 class FakeNode:
-    """answers: by "METHOD PATH", a document, or a function of the request's document.
+    """answers: by "METHOD PATH", a document, the answer's bytes, or a function of the request's
+    document.
 
     asked: each request's "METHOD PATH?QUERY" and document. keys: what it got as keys.
     live: the documents of each stream, which ends after them.
@@ -66,7 +67,8 @@ def fake_node(port: int = 0) -> Iterator[FakeNode]:
                 self._send(refused.status, {"error": {"message": str(refused)}})
 
         def _send(self, status: int, document: Any) -> None:
-            text = b"" if document is None else json.dumps(document).encode()
+            text = document if isinstance(document, bytes) else json.dumps(document).encode()
+            text = b"" if document is None else text
             self.send_response(status)
             self.end_headers()
             self.wfile.write(text)

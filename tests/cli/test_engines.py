@@ -132,6 +132,19 @@ def test_draining_can_wait_until_the_engine_has_left(node: FakeNode, run: Run) -
     assert next(lists, None) is None
 
 
+def test_an_engine_that_drains_is_taken_back_by_its_name(node: FakeNode, run: Run) -> None:
+    row = {**WORKERS["workers"][0], "state": "draining"}
+    node.answers["GET /sgl_ext/workers"] = {"workers": [row]}
+    node.answers["POST /sgl_ext/workers"] = row
+    assert run("undrain", "engine-0") == (0, "engine-0@box:30000 gets requests again\n", "")
+    assert node.asked[-1] == ("POST /sgl_ext/workers", {"url": row["url"]})
+    node.answers["GET /sgl_ext/workers"] = {"workers": [{**row, "state": "ready"}]}
+    code, _, err = run("undrain", "engine-0")
+    assert (code, "does not drain: it is ready" in err) == (1, True)
+    code, _, err = run("undrain", "engine-7")
+    assert (code, "comes back with sgl-ext add URL" in err) == (1, True)
+
+
 def test_an_unknown_engine_is_answered_with_those_that_there_are(node: FakeNode, run: Run) -> None:
     node.answers["GET /sgl_ext/workers"] = WORKERS
     code, _, err = run("drain", "engine-7")

@@ -246,3 +246,10 @@ def test_the_help_and_the_manual_list_every_verb(run: Run) -> None:
     for verb in group.commands:
         assert f" {verb} " in out
         assert f"| `{verb}` | `" in manual
+
+
+def test_help_is_that_of_the_option_and_version_that_of_its(run: Run) -> None:
+    assert run("help") == run("--help")
+    assert run("help", "pins", "delete") == run("pins", "delete", "--help")
+    assert run("help", "statsu")[0] == 2
+    assert run("version") == run("--version")

@@ -26,7 +26,7 @@ def test_a_picker_takes_a_balancers_flags_and_a_balancer_none_of_its_own() -> No
     argv = ["--worker", "http://127.0.0.1:30001", "--queue-limit", "7"]
     settings = picker_settings([*argv, "--picker-port", "9003"])
     assert (settings.queue_limit, settings.picker_port) == (7, 9003)
-    with pytest.raises(SystemExit):
+    with pytest.raises(SettingsError, match="unrecognized arguments: --picker-port"):
         balancer_settings([*argv, "--picker-port", "9003"])
 
 
