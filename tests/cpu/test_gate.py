@@ -36,7 +36,8 @@ def test_nothing_is_computed_before_a_closed_gate_and_each_step_is_told(engine: 
             at = gate.mark()
             answer = pool.submit(engine.post, "/generate", body("one", 340, 20))
             gate.arrived("one")
-            assert [event.kind for event in gate.events[at:]] == ["arrived"]
+            # A probe of the engine's own may arrive, too.
+            assert {event.kind for event in gate.events[at:]} == {"arrived"}
             (first,) = gate.step()
             assert first.is_prefill
             assert first.computed("one") == 256

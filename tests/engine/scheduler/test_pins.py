@@ -322,12 +322,15 @@ def test_answers_that_outgrow_the_memory_cost_pins_and_are_not_retracted(engine:
     size = int((POOL - engine.watch.load["pinned_tokens"]) * 0.54)
     sampling = {"max_new_tokens": size, "min_new_tokens": size}
 
-    def answer(_: int) -> int:
-        body = {"text": text(6), "sampling_params": sampling}
+    def answer(rid: str) -> int:
+        body = {"text": text(6), "rid": rid, "sampling_params": sampling}
         return int(engine.send(body, "/generate").json()["meta_info"]["completion_tokens"])
 
     with ThreadPoolExecutor(2) as pool:
-        assert list(pool.map(answer, range(2))) == [size, size]
+        with engine.gate.closed():
+            answers = [pool.submit(answer, rid) for rid in ("outgrows 1", "outgrows 2")]
+            engine.gate.arrived("outgrows 1", "outgrows 2")
+        assert [each.result() for each in answers] == [size, size]
     assert engine.counted('sgl_ext_pins_ended_total{reason="pressure"}') > pressure
     assert len(engine.pins()) > 3
     assert engine.counted("sglang:num_retracted_requests_total") == 0
