@@ -7,7 +7,6 @@
 The file's comments and the order of its tables stay as they are.
 """
 
-import argparse
 import fcntl
 import json
 import os
@@ -25,6 +24,7 @@ import tomlkit
 from tomlkit.container import Container
 from tomlkit.items import Comment, Item, Key, Table
 
+from sgl_ext.arguments import Arguments
 from sgl_ext.key_file import KeysError, hash_of, new_key, parse_keys, read_keys
 from sgl_ext.wire.headers import TENANT_NAME
 
@@ -128,7 +128,7 @@ def _rows(path: Path) -> list[dict[str, str]]:
 
 def main(argv: list[str] | None = None, show: Callable[[str], None] = print) -> None:
     """Runs the command. Raises SystemExit with the reason if it fails."""
-    parser = argparse.ArgumentParser(prog="sgl-ext keys", description="API keys.")
+    parser = Arguments(prog="sgl-ext keys", description="API keys.")
     parser.add_argument("file", type=Path, metavar="FILE")
     commands = parser.add_subparsers(dest="command", required=True)
     adds = commands.add_parser("add", help="create a key of a tenant and print it, once")

@@ -26,7 +26,7 @@ from sgl_ext.node.child import FLEET, READY, Child, stage_of
 from sgl_ext.node.children import Engine, make_children
 from sgl_ext.node.control import Control, socket_path
 from sgl_ext.node.failure import reason_of
-from sgl_ext.node.flags import check_flags, why_one_start
+from sgl_ext.node.flags import check_given_flags, why_one_start
 from sgl_ext.node.keepers import HUNG_LOOK_S, EngineCalls, HungEngines, Keepers, end_at_once
 from sgl_ext.node.log_dir import begin_log, launcher_log, locked, rotated
 from sgl_ext.node.progress import start_progress, summary
@@ -34,7 +34,7 @@ from sgl_ext.node.reloads import Reloads, live_settings
 from sgl_ext.node.restarts import Replacement, Restarts
 from sgl_ext.process import ENGINE_FOLDERS, LossyStream, hold_hangups, on_hangup, remove_stale
 from sgl_ext.settings.schema import LaunchSettings, SettingsError
-from sgl_ext.settings.sources import launch_flags, launch_settings, names_file
+from sgl_ext.settings.sources import config_of, launch_flags, launch_settings, names_file
 from sgl_ext.supervision import supervise
 
 log = logging.getLogger(__name__)
@@ -65,7 +65,7 @@ def main(argv: list[str] | None = None) -> None:
         try:
             reject_foreign_packages()
             settings = launch_settings(argv)
-            check_flags(settings.engine_args, launch_flags())
+            check_given_flags(settings.engine_args, argv, config_of(argv), launch_flags())
         except SettingsError as error:
             say_error(error)
             raise SystemExit(WRONG_COMMAND) from None

@@ -8,16 +8,17 @@ They are the files of `launch/`, and the pages of `docs/`, which messages name. 
 in `recipe_files/`.
 """
 
-import argparse
 import sys
 from collections.abc import Sequence
 from difflib import get_close_matches
 from pathlib import Path, PurePosixPath
 
+from sgl_ext.arguments import Arguments
+
 
 def run(argv: Sequence[str]) -> int:
     """Prints what the arguments name and returns the exit code: 2 if it is not possible."""
-    parser = argparse.ArgumentParser(
+    parser = Arguments(
         prog="sgl-ext recipes",
         allow_abbrev=False,
         description="Settings, alerts, manifests, units and documents that come with sgl-ext.",

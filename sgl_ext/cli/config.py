@@ -55,16 +55,16 @@ def show(
 
 def _rows(argv: list[str]) -> list[dict[str, object]]:
     """Each setting with its value and source. Raises UsageError for wrong ones."""
-    from sgl_ext.node.flags import check_flags
+    from sgl_ext.node.flags import check_given_flags
     from sgl_ext.settings.fields import changed
     from sgl_ext.settings.schema import SettingsError
-    from sgl_ext.settings.sources import TABLES, launch_flags, sourced_settings
+    from sgl_ext.settings.sources import TABLES, config_of, launch_flags, sourced_settings
 
     if argv and Path(argv[0]).suffix == ".toml":
         raise UsageError(f"config show: give the file as --config {argv[0]}")
     try:
         settings, names = sourced_settings(argv)
-        check_flags(settings.engine_args, launch_flags())
+        check_given_flags(settings.engine_args, argv, config_of(argv), launch_flags())
     except SettingsError as error:
         raise UsageError(str(error)) from None
     given = changed(settings)

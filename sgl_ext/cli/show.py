@@ -66,10 +66,15 @@ def console() -> Console:
 def table(heads: Sequence[str], rows: Iterable[Sequence[object]], **options: Any) -> Table:
     """A table without lines: columns of numbers, whose head begins with "#", to the right."""
     made = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="bold", **options)
-    for head in heads:
+    cells = [[cell(value) for value in row] for row in rows]
+    for number, head in enumerate(heads):
         made.add_column(head.lstrip("#"), justify="right" if head.startswith("#") else "left")
-    for row in rows:
-        made.add_row(*map(cell, row))
+        if number == 0:
+            # The name of a row stays whole, so that it can be copied into the next command.
+            made.columns[0].min_width = max((row[0].cell_len for row in cells), default=0)
+            made.columns[0].no_wrap = True
+    for row in cells:
+        made.add_row(*row)
     return made
 
 

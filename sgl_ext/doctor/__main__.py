@@ -7,7 +7,6 @@
 Exit code 0: no prompt diverges. 1: prompts diverge. 2: the log or the balancer cannot be read.
 """
 
-import argparse
 import http.client
 import sys
 import urllib.error
@@ -18,6 +17,7 @@ from typing import Any
 
 import orjson
 
+from sgl_ext.arguments import Arguments
 from sgl_ext.doctor.comparison import compare_logs
 from sgl_ext.doctor.report import add_advice, as_text
 from sgl_ext.doctor.request_log import NotALog, readable
@@ -37,7 +37,7 @@ def main(argv: Sequence[str]) -> int:
     """Prints the report and returns the exit code."""
     if list(argv[:1]) == ["compare"]:
         return compare_logs(argv[1:])
-    parser = argparse.ArgumentParser(
+    parser = Arguments(
         prog="sgl-ext doctor",
         allow_abbrev=False,
         description="Shows where prompts diverge from earlier ones, and what to do about it.",

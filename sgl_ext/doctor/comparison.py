@@ -19,7 +19,6 @@ What tokens cost is in a table that the user gives:
     computed = 0.50
 """
 
-import argparse
 import sys
 import tomllib
 from array import array
@@ -33,6 +32,7 @@ from typing import Any, NamedTuple
 
 import orjson
 
+from sgl_ext.arguments import Arguments
 from sgl_ext.doctor.report import aligned, plain
 from sgl_ext.doctor.request_log import Entry, NotALog, Tokens, read_entry, readable
 from sgl_ext.prompts.findings import MOST_VERSIONS
@@ -317,7 +317,7 @@ class UnreadableLog(Exception):
 
 def compare_logs(argv: Sequence[str]) -> int:
     """Prints the comparison. Returns the exit code: 0, or 2 if a file cannot be read."""
-    parser = argparse.ArgumentParser(
+    parser = Arguments(
         prog="sgl-ext doctor compare",
         allow_abbrev=False,
         description="Compares two request logs: prompts, cached tokens, TTFT, and what they cost.",

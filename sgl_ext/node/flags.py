@@ -47,6 +47,19 @@ def check_flags(argv: Sequence[str], own: Iterable[str] = ()) -> None:
         raise SettingsError(f"{rest[0]!r}: belongs to no flag")
 
 
+def check_given_flags(
+    engine_args: Sequence[str], argv: Sequence[str], file: str, own: Iterable[str]
+) -> None:
+    """As `check_flags`; the error of a flag that stands in the file, and not on the command line
+    `argv`, names its place there."""
+    try:
+        check_flags(engine_args, own)
+    except SettingsError as error:
+        flag = re.split("[=:]", str(error), maxsplit=1)[0]
+        is_in_file = flag.startswith("--") and all(word.split("=")[0] != flag for word in argv)
+        raise SettingsError(f"{file}: [engine] {error}" if is_in_file else str(error)) from None
+
+
 def sizes_given(argv: Sequence[str], names: Sequence[str]) -> dict[str, int]:
     """The numbers that a command line gives to these flags of SGLang, by their first names.
 

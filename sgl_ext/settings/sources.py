@@ -18,6 +18,7 @@ from urllib.parse import urlsplit
 import msgspec
 from msgspec import structs
 
+from sgl_ext.arguments import Arguments, plain_error
 from sgl_ext.key_file import KeysError, read_keys
 from sgl_ext.reading.client import HARNESSES
 from sgl_ext.recipes import settings_file
@@ -55,6 +56,42 @@ TABLES: Mapping[str, Mapping[str, Field]] = {
     "engine": {},
 }
 """The tables of the TOML file and their keys. `[engine]` has SGLang's flags as keys."""
+GROUPS: Mapping[str, Sequence[str]] = {
+    "The model and its engines": (
+        *("model_path", "instances", "tp", "platform", "engine_host", "start_timeout_s"),
+        *("restart_drain_s", "shared_tier_bytes", "compile_timeout_s"),
+    ),
+    "Address, keys and tenants": (
+        *("host", "port", "processes", "api_key", "keys", "tenant_isolation", "max_priority"),
+        *("engine_secret", "shared_prefixes"),
+    ),
+    "Queue and placement": (
+        *("max_in_flight", "queue_limit", "queue_timeout_s", "agent_hold_s", "aging_s"),
+        *("preemption_threshold", "preemption_grace_s", "learn_speeds", "index_limit_bytes"),
+    ),
+    "Clients": (
+        *("max_body_bytes", "byte_budget", "max_connections", "first_byte_s", "resend_s"),
+        *("drain_s", "warm_timeout_s"),
+    ),
+    "Pins and prefill ahead": (
+        *("pin_budget", "host_pin_budget", "pin_owner_share", "pin_ttl_s", "pin_max_ttl_s"),
+        *("pin_unmarked_ttl_s", "prefill_ahead", "prefill_ahead_slice_tokens"),
+        *("prefill_ahead_evictable_share", "warmup_requests"),
+    ),
+    "Prompts": (
+        *("strip_headers", "sort_tools", "move_volatile_lines", "keep_tools"),
+        *("sort_schema_keys", "token_cache_bytes"),
+    ),
+    "Logs, traces and the store": (
+        *("log_dir", "log_limit_bytes", "log_format", "log_level", "request_log"),
+        *("request_log_limit_bytes", "hash_sessions", "diagnose", "otlp_endpoint"),
+        *("trace_share", "store", "store_limit_bytes", "response_ttl_s"),
+    ),
+    "Several machines": (
+        *("workers_from", "ray_address", "ray_fleet", "ray_drain_s", "ray_keep_engines"),
+    ),
+}
+"""The flags of a node in the order of `serve --help`."""
 _TP = ("tp", "tp-size", "tensor-parallel-size")
 _CONFIG_HELP = "TOML file, or the name of one that comes with sgl-ext: gpu, cpu. Flags win over it."
 _TENANT_FORM = "NAME:" + ",".join(f"{key}={at.metavar}" for key, at in TABLES["tenants"].items())
@@ -82,8 +119,9 @@ def _launch_settings(
     parser = _parser("sgl-ext serve", "Start SGLang engines with one balancer in front of them.")
     parser.epilog = "Any other flag goes to every engine: see python -m sglang.launch_server --help"
     parser.add_argument("--config", metavar="FILE", help=_CONFIG_HELP)
-    for table in ("launch", "balancer"):
-        _add_flags(parser.add_argument_group(f"Keys of [{table}] in the file"), TABLES[table])
+    own = {**TABLES["launch"], **TABLES["balancer"]}
+    for title, names in GROUPS.items():
+        _add_flags(parser.add_argument_group(title), {name: own[name] for name in names})
     known, engine_args = parser.parse_known_args(argv)
     flags, given = vars(known), _Given()
     config = flags.pop("config", None)
@@ -148,6 +186,13 @@ def launch_flags() -> list[str]:
 def names_file(argv: Sequence[str]) -> bool:
     """Whether a command line names a file with settings."""
     return any(word.partition("=")[0] == "--config" for word in argv)
+
+
+def config_of(argv: Sequence[str]) -> str:
+    """The file that a command line names; "" if it names none."""
+    parser = _parser("", "")
+    parser.add_argument("--config", default="")
+    return str(parser.parse_known_args(argv)[0].config)
 
 
 class _Given:
@@ -256,11 +301,11 @@ class _Given:
         return converted
 
 
-class _Parser(argparse.ArgumentParser):
-    """A parser whose errors are those of settings: one line without the usage."""
+class _Parser(Arguments):
+    """A parser whose errors are those of settings."""
 
     def error(self, message: str) -> NoReturn:
-        raise SettingsError(re.sub(r"^argument (\S+): ", r"\1: ", message))
+        raise SettingsError(plain_error(message))
 
 
 def _parser(prog: str, description: str) -> argparse.ArgumentParser:

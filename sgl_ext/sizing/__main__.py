@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Any
 
+from sgl_ext.arguments import Arguments
 from sgl_ext.settings.schema import EngineSettings
 from sgl_ext.sizing.model import (
     KvCost,
@@ -51,9 +52,9 @@ def run(argv: Sequence[str]) -> int:
     return 0
 
 
-def _parser() -> argparse.ArgumentParser:
+def _parser() -> Arguments:
     usual = Wish()
-    parser = argparse.ArgumentParser(
+    parser = Arguments(
         prog="sgl-ext size",
         allow_abbrev=False,
         description="How many sessions, pins and tokens fit, by a model's config and a GPU's size.",
@@ -62,7 +63,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     add = parser.add_argument
     add("--model", required=True, help="a folder with config.json, or a name in the local cache")
-    add("--gpu", dest="gpu_bytes", type=_size, metavar="SIZE", help="memory of one GPU")
+    add("--gpu", dest="gpu_bytes", type=_gpu, metavar="GPU", help=_GPU_HELP)
     add("--tp", type=_count, default=1, help="GPUs of an engine (1)")
     add("--engines", type=_count, default=1, help="engines of the node (1)")
     add("--sessions", type=_count, help="sessions that should stay cached at the same time")
@@ -81,7 +82,33 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
+# The memory of one, in MiB, as nvidia-smi shows it.
+_GPUS_MIB = {
+    "A100": 81920,
+    "A100-40GB": 40960,
+    "B200": 183359,
+    "H100": 81559,
+    "H200": 143771,
+    "L4": 23034,
+    "L40S": 46068,
+    "RTX4090": 24564,
+}
+_GPU_HELP = f"memory of one GPU, as 80GB, or its name: {', '.join(_GPUS_MIB)}"
+
+
+def _gpu(text: str) -> int:
+    mib = _GPUS_MIB.get(text.strip().upper().replace(" ", ""))
+    if mib is not None:
+        return mib << 20
+    if text.strip()[:1].isalpha():
+        known = ", ".join(_GPUS_MIB)
+        raise argparse.ArgumentTypeError(f"{text!r} is not known; give its memory, or {known}")
+    return _size(text)
+
+
 def _size(text: str) -> int:
+    if text.strip().replace(".", "", 1).isdecimal() and float(text):
+        raise argparse.ArgumentTypeError(f"{text!r} has no unit: give {text.strip()}GB")
     match = re.fullmatch(r"([\d.]+)\s*([kmgt]?)i?b?", text.strip().lower())
     if match is None or not (value := float(match[1]) * _UNITS[match[2]]):
         raise argparse.ArgumentTypeError(f"{text!r} is no size such as 80GB or 81559MiB")

@@ -43,6 +43,12 @@ def test_a_file_is_checked_and_an_error_names_file_key_and_value(run: Run, tmp_p
     assert (code, "No such file" in err) == (2, True)
     code, _, err = run("config", "check", written(tmp_path), "--drian-s", "3")
     assert (code, err) == (2, "sgl-ext: --drian-s: unknown flag; did you mean --drain-s?\n")
+    typo = written(tmp_path, "[engine]\nmem-fraction-statik = 0.8")
+    code, _, err = run("config", "check", typo)
+    assert (code, err.partition(";")[0]) == (
+        2,
+        f"sgl-ext: {typo}: [engine] --mem-fraction-statik: unknown flag",
+    )
     code, _, err = run("config", "check", path, "--drain-s")
     assert (code, err) == (2, "sgl-ext: --drain-s: expected one argument\n")
 

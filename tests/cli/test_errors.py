@@ -89,6 +89,9 @@ def test_what_the_node_says_is_shown_in_one_line_without_control_characters(
         (["pins", "delete"], "give PREFIX ... or --session ID"),
         (["completion", "tcsh"], "is not one of 'bash', 'zsh', 'fish'"),
         (["top"], "needs a terminal"),
+        (["keys"], "sgl-ext keys: the following arguments are required: FILE"),
+        (["recipes", "--wrote", "x"], "sgl-ext recipes: unrecognized arguments: --wrote"),
+        (["size"], "sgl-ext size: the following arguments are required: --model"),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",
 )
@@ -98,7 +101,7 @@ def test_a_wrong_command_line_is_one_line_and_exit_code_2(
     code, out, err = run(*argv)
     assert (code, out) == (2, "")
     assert said in err
-    assert err.startswith("sgl-ext: ")
+    assert err.startswith("sgl-ext")
     assert err.count("\n") == 1
     assert "sk-123" not in err
 

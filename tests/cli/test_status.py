@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import io
 import json
 
+import msgspec
 import pytest
+from rich.console import Console
 
+from sgl_ext.cli.status import Engine, engines_table
 from tests.cli.conftest import Run
 from tests.cli.fake_node import FakeNode, state_of
 
@@ -72,3 +76,12 @@ def test_engines_are_in_the_order_of_their_numbers(node: FakeNode, run: Run) -> 
     node.answers[PATH] = state_of(engines=[{"id": id} for id in reversed(ids)])
     out = run("status")[1]
     assert [line.split()[0] for line in out.splitlines()[-4:]] == ids
+
+
+def test_names_of_engines_stay_whole_in_a_narrow_terminal() -> None:
+    console = Console(width=60, file=io.StringIO())
+    engines = msgspec.convert(state_of()["engines"], list[Engine])
+    with console.capture() as captured:
+        console.print(engines_table(engines))
+    for engine in engines:
+        assert engine.id in captured.get()

@@ -216,7 +216,8 @@ def test_the_module_is_the_command_and_has_a_version() -> None:
 def test_serve_s_help_is_the_launcher_s(run: Run) -> None:
     code, out, _ = run("serve", "--help")
     assert code == 0
-    assert out.startswith("usage: sgl-ext serve [FLAG ...]")
+    assert " Usage: sgl-ext serve [FLAG ...]" in out
+    assert "─ Pins and prefill ahead ─" in out
     assert "--ray-address" in out
 
 

@@ -8,7 +8,7 @@ import pytest
 
 from sgl_ext.reading.strip import BILLING_HEADER
 from sgl_ext.settings.schema import BalancerSettings, LaunchSettings, SettingsError, Tenant
-from sgl_ext.settings.sources import balancer_settings, launch_settings
+from sgl_ext.settings.sources import GROUPS, TABLES, balancer_settings, launch_settings
 
 
 def read(tmp_path: Path, text: str, *flags: str) -> LaunchSettings:
@@ -136,6 +136,11 @@ def test_a_bad_value_in_the_file_is_named(tmp_path: Path, text: str, error: str)
 def test_a_bad_value_of_a_flag_is_named(flags: str, error: str) -> None:
     with pytest.raises(SettingsError, match=error):
         launch_settings(["--model-path", "m", *flags.split()])
+
+
+def test_each_flag_of_a_node_is_in_one_group_of_its_help() -> None:
+    listed = [name for names in GROUPS.values() for name in names]
+    assert sorted(listed) == sorted({**TABLES["launch"], **TABLES["balancer"]})
 
 
 def test_times_and_sizes_may_have_units(tmp_path: Path) -> None:

@@ -249,6 +249,24 @@ def test_a_wrong_size_is_quoted(wrong: str, capsys: pytest.CaptureFixture[str]) 
     assert repr(wrong) in capsys.readouterr().err
 
 
+def test_a_gpu_has_a_name_or_a_size_with_a_unit(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = folder_of(tmp_path, CONFIGS["Qwen3-32B"])
+    sheets = []
+    for gpu in ("H100", "h100", "81559MiB"):
+        assert run(["--model", str(folder), "--gpu", gpu, "--weights", "32GiB", "--json"]) == 0
+        sheets.append(capsys.readouterr().out)
+    assert sheets[0] == sheets[1] == sheets[2]
+    for gpu, said in (("80", "'80' has no unit: give 80GB"), ("H1000", "give its memory, or A100")):
+        with pytest.raises(SystemExit) as ended:
+            run(["--model", "m", "--gpu", gpu])
+        err = capsys.readouterr().err
+        assert (ended.value.code, err.count("\n")) == (2, 1)
+        assert err.startswith("sgl-ext size: --gpu: ")
+        assert said in err
+
+
 def test_host_time_is_known_for_the_sizes_that_were_measured() -> None:
     assert load_of(50_900).host_ms == 19
     assert load_of(1_000_000).host_ms is None
