@@ -6,9 +6,10 @@ Exit codes: 0 done; 1 the node said no, is not ready or is not there; 2 the comm
 import os
 from collections.abc import Callable, Sequence
 from enum import StrEnum
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
+from typer.core import CompletionItem, TyperCommand  # type: ignore[attr-defined]
 
 from sgl_ext.cli import bench, chat, config, engines, pins, prompts, run_folder, status, top
 from sgl_ext.cli.clients import clients
@@ -121,6 +122,17 @@ def recipes(context: typer.Context) -> None:
     raise typer.Exit(run(context.args))
 
 
+class PassedOn(TyperCommand):
+    """A verb that passes its words on. It completes the flags of `serve`, and names of recipes."""
+
+    def shell_complete(self, ctx: Any, incomplete: str) -> list[CompletionItem]:
+        from sgl_ext.recipes import recipes
+        from sgl_ext.settings.sources import launch_flags
+
+        known = {"serve": launch_flags, "recipes": recipes}.get(self.name or "", list)()
+        return [CompletionItem(word) for word in known if word.startswith(incomplete)]
+
+
 _VARIABLE = "_SGL_EXT_COMPLETE"
 
 
@@ -171,7 +183,10 @@ for panel, verbs in _VERBS.items():
     for verb in verbs:
         is_own = verb not in (serve, keys, size, recipes)
         settings = {} if is_own else _AS_IT_IS
-        app.command(rich_help_panel=panel, context_settings=settings, add_help_option=is_own)(verb)
+        cls = TyperCommand if is_own else PassedOn
+        app.command(
+            cls=cls, rich_help_panel=panel, context_settings=settings, add_help_option=is_own
+        )(verb)
 app.add_typer(pins.app, name="pins", rich_help_panel=_LOOK)
 app.add_typer(config.app, name="config", rich_help_panel=_PREPARE)
 app.add_typer(contexts, name="context", rich_help_panel=_CHANGE)

@@ -79,7 +79,12 @@ class Client:
 
 def clients(
     name: Annotated[
-        str | None, typer.Argument(metavar="NAME", help="Only this one, such as codex.")
+        str | None,
+        typer.Argument(
+            metavar="NAME",
+            help="Only this one, such as codex.",
+            autocompletion=lambda: list(clients_of(Connection("", ""))),
+        ),
     ] = None,
     arguments: Annotated[
         list[str] | None,

@@ -1,5 +1,6 @@
 """Verbs that change engines: `restart`, `drain`, `add`, `reload`."""
 
+import os
 import time
 from typing import Annotated, Any
 from urllib.parse import quote
@@ -17,12 +18,32 @@ _POLL_S = 0.5
 # While a balancer restarts, it does not answer.
 _SILENCE_S = 30.0
 
-EngineName = Annotated[str, typer.Argument(metavar="ENGINE", help="Its id, name or URL.")]
+_COMPLETION_S = 0.15
+
+
+def engines_here(incomplete: str) -> list[str]:
+    """The engines of the node whose names begin so, for a shell; none if it does not answer."""
+    node = node_at(os.environ.get("SGL_EXT_URL", HERE), None)
+    try:
+        rows = node.get(_WORKERS, _COMPLETION_S)["workers"]
+        names = [row["id"].partition("@")[0] for row in rows]
+    except (NodeError, TypeError, LookupError):
+        return []
+    return [name for name in names if name.startswith(incomplete)]
+
+
+EngineName = Annotated[
+    str,
+    typer.Argument(metavar="ENGINE", help="Its id, name or URL.", autocompletion=engines_here),
+]
 
 
 def restart(
     engine: Annotated[
-        str | None, typer.Argument(metavar="ENGINE", help="An engine's id or name.")
+        str | None,
+        typer.Argument(
+            metavar="ENGINE", help="An engine's id or name.", autocompletion=engines_here
+        ),
     ] = None,
     engine_args: Annotated[
         list[str] | None,

@@ -53,9 +53,9 @@ class Node:
             raise UsageError(f"--url={url!r}: must be http://HOST:PORT or https://HOST:PORT")
         self._is_tls = parts.scheme == "https"
 
-    def get(self, path: str) -> Any:
+    def get(self, path: str, timeout_s: float = _TIMEOUT_S) -> Any:
         """The JSON at a path. Raises NodeError."""
-        return self._ask("GET", path)
+        return self._ask("GET", path, timeout_s=timeout_s)
 
     def model(self) -> dict[str, Any]:
         """What it says of its model; `id` is the name. Raises NodeError."""
@@ -95,8 +95,10 @@ class Node:
                 if line.startswith(b"data:") and line[5:].strip() != _DONE:
                     yield self._decoded(line[5:])
 
-    def _ask(self, method: str, path: str, body: bytes | None = None) -> Any:
-        with self._answer(method, path, body, _TIMEOUT_S) as answer:
+    def _ask(
+        self, method: str, path: str, body: bytes | None = None, timeout_s: float = _TIMEOUT_S
+    ) -> Any:
+        with self._answer(method, path, body, timeout_s) as answer:
             text = answer.read()
         if answer.status >= http.client.MULTIPLE_CHOICES:
             raise self._refusal(method, path, answer.status, text)

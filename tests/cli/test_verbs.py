@@ -238,6 +238,28 @@ def test_a_shell_gets_verbs_from_the_command(
     assert "status" not in out
 
 
+@pytest.mark.parametrize(
+    ("words", "found"),
+    [
+        ("serve --drain", ["--drain-s"]),
+        ("recipes gpu", ["gpu.toml"]),
+        ("clients cod", ["codex"]),
+        ("drain engine", ["engine-0", "engine-1"]),
+        ("restart engine-1", ["engine-1"]),
+        ("keys x", []),
+    ],
+)
+def test_a_shell_gets_flags_recipes_clients_and_engines(
+    node: FakeNode, run: Run, monkeypatch: pytest.MonkeyPatch, words: str, found: list[str]
+) -> None:
+    rows = [{"id": "engine-0@box:30000"}, {"id": "engine-1@box:30000"}]
+    node.answers["GET /sgl_ext/workers"] = {"workers": rows}
+    monkeypatch.setenv("_SGL_EXT_COMPLETE", "complete_bash")
+    monkeypatch.setenv("COMP_WORDS", f"sgl-ext {words}")
+    monkeypatch.setenv("COMP_CWORD", "2")
+    assert run()[1].split() == found
+
+
 def test_the_help_and_the_manual_list_every_verb(run: Run) -> None:
     code, out, _ = run()
     assert code == 0
