@@ -121,6 +121,7 @@ def _names(operation: dict[str, Any]) -> str:
 def drain(
     engine: EngineName,
     wait: Annotated[bool, typer.Option("--wait", help="Wait until it has left.")] = False,
+    force: Annotated[bool, typer.Option("--force", help="Even the last that is ready.")] = False,
     url: Url = HERE,
     key: Key = None,
     as_json: Json = False,
@@ -131,6 +132,14 @@ def drain(
     """
     node = node_at(url, key)
     row = _find(node, engine)
+    if row.get("draining"):
+        raise NodeError(f"{row['id']} drains already. Take it back: sgl-ext undrain {row['id']}")
+    others = (one for one in _workers(node) if one["url"] != row["url"])
+    if not force and not any(one.get("ready") and not one.get("draining") for one in others):
+        raise NodeError(
+            f"{row['id']} is the last engine that is ready: without it no request is answered. "
+            "To drain it all the same: --force"
+        )
     row = node.delete(f"{_WORKERS}?id={quote(row['id'], safe='')}")
     while wait and any(found["id"] == row["id"] for found in _workers(node)):
         time.sleep(_POLL_S)
@@ -139,7 +148,8 @@ def drain(
     else:
         busy = "" if wait else f" and has {row['in_flight']:,} requests in flight"
         what = "has left" if wait else "drains"
-        console().print(plain(f"{row['id']} {what}{busy}. Take it back: sgl-ext add {row['url']}"))
+        back = f"add {row['url']}" if wait else f"undrain {row['id']}"
+        console().print(plain(f"{row['id']} {what}{busy}. Take it back: sgl-ext {back}"))
 
 
 def undrain(engine: EngineName, url: Url = HERE, key: Key = None, as_json: Json = False) -> None:

@@ -12,10 +12,11 @@ from sgl_ext.cli import engines
 from tests.cli.conftest import Run
 from tests.cli.fake_node import FakeNode, Refused
 
+HOST = "http://127.0.0.1"
 WORKERS = {
     "workers": [
-        {"id": "engine-0@box:30000", "url": "http://127.0.0.1:30001", "in_flight": 2},
-        {"id": "engine-1.2@box:30000", "url": "http://127.0.0.1:30002", "in_flight": 0},
+        {"id": "engine-0@box:30000", "url": f"{HOST}:30001", "in_flight": 2, "ready": True},
+        {"id": "engine-1.2@box:30000", "url": f"{HOST}:30002", "in_flight": 0, "ready": True},
     ]
 }
 
@@ -118,17 +119,28 @@ def test_an_engine_is_drained_by_name_id_or_url(node: FakeNode, run: Run, name: 
     code, out, _ = run("drain", name)
     assert code == 0
     assert out.startswith("engine-1.2@box:30000 drains and has 0 requests in flight.")
-    assert "Take it back: sgl-ext add http://127.0.0.1:30002" in out
+    assert "Take it back: sgl-ext undrain engine-1.2@box:30000" in out
     assert node.asked[-1][0] == "DELETE /sgl_ext/workers?id=engine-1.2%40box%3A30000"
 
 
+def test_a_second_drain_and_that_of_the_last_engine_are_refused(node: FakeNode, run: Run) -> None:
+    first, second = WORKERS["workers"]
+    node.answers["GET /sgl_ext/workers"] = {"workers": [first, {**second, "draining": True}]}
+    code, _, err = run("drain", "engine-1")
+    assert (code, "drains already. Take it back: sgl-ext undrain" in err) == (1, True)
+    code, _, err = run("drain", "engine-0")
+    assert (code, "To drain it all the same: --force" in err) == (1, True)
+    assert all(asked[0].startswith("GET") for asked in node.asked)
+
+
 def test_draining_can_wait_until_the_engine_has_left(node: FakeNode, run: Run) -> None:
-    lists: Iterator[Any] = iter([WORKERS, WORKERS, WORKERS, {"workers": WORKERS["workers"][1:]}])
+    lists: Iterator[Any] = iter([WORKERS] * 4 + [{"workers": WORKERS["workers"][1:]}])
     node.answers["GET /sgl_ext/workers"] = lambda _: next(lists)
     node.answers["DELETE /sgl_ext/workers"] = WORKERS["workers"][0]
     code, out, _ = run("drain", "engine-0", "--wait")
     assert code == 0
     assert out.startswith("engine-0@box:30000 has left.")
+    assert "Take it back: sgl-ext add http://127.0.0.1:30001" in out
     assert next(lists, None) is None
 
 
@@ -176,5 +188,7 @@ def test_an_engine_with_ranks_drains_as_a_whole(node: FakeNode, run: Run) -> Non
     node.answers["GET /sgl_ext/workers"] = {"workers": ranks}
     node.answers["DELETE /sgl_ext/workers"] = first
     for name in ("engine-0", first["url"]):
-        assert run("drain", name)[0] == 0
+        code, _, err = run("drain", name)
+        assert (code, "is the last engine that is ready" in err) == (1, True)
+        assert run("drain", name, "--force")[0] == 0
         assert node.asked[-1][0] == "DELETE /sgl_ext/workers?id=engine-0%40box%3A30000"
