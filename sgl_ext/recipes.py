@@ -45,9 +45,9 @@ def run(argv: Sequence[str]) -> int:
 
 _INSTALLED = Path(__file__).parent / "recipe_files"
 _CHECKOUT = Path(__file__).parents[1]
-# What pages show; a program in docs/ is of no use to somebody who has a wheel.
+# Pages and what they show. A wheel needs no program of docs/.
 _OF_PAGES = (".md", ".patch", ".svg", ".webp")
-# Programs of a checkout are of no use to somebody who has a wheel.
+# A wheel needs no program of a checkout.
 _NOT_RECIPES = ("cpu/sgl_ext_cpu", "cpu/pyproject.toml", "cpu/README.md")
 
 

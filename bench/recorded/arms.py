@@ -3,7 +3,7 @@
     stock           recency alone
     hicache         with copies of everything in host memory, twice the device's
     session_radix   what a session alone has used is forgotten at its end
-    fixed_ttl       each prompt is pinned for 300 s, and nothing is held back
+    fixed_ttl       ours, where nothing is held back: what pins and order do alone
     ours            with the marks that Claude Code sets, and default settings
     ours_1h         with marks of an hour
     ours_hicache    ours with host memory
@@ -14,7 +14,7 @@ others take each request as it comes.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from bench.recorded.replay import Replay
@@ -78,6 +78,3 @@ class Closing(RoundRobin):
         super().end(call, worker, now)
         if call.turn + 1 == len(self._agents[call.agent].turns):
             self._engines[worker].close(call.keys)
-
-
-PolicyMaker = Callable[[int], Policy]

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
 
-from bench.recorded.arms import ARMS, Arm
+from bench.recorded.arms import Arm
 from bench.recorded.replay import Replay, replay
 from bench.recorded.sessions import BLOCK_TOKENS, Session
 from bench.sim.engine import Engine, EngineConfig
@@ -58,11 +58,15 @@ def engine_of(grain: int) -> EngineConfig:
 
 @dataclass(frozen=True)
 class Played:
-    """What one run came to, after its first minutes."""
+    """What one run came to.
+
+    answers: without those of its first minutes. counted_s: how long it ran after these. busy: the
+    share of the whole run that the mean engine computed prompts.
+    """
 
     replayed: Replay
     answers: tuple[Answer, ...]
-    prefill_tokens: int
+    counted_s: float
     busy: float
 
     def figures(self) -> dict[str, Any]:
@@ -73,12 +77,14 @@ class Played:
         return {
             "turns": len(self.answers),
             "cached_share": round(share_of(self.answers), 4),
-            "computed_tokens": self.prefill_tokens,
+            "computed_tokens": sum(
+                one.call.prompt_tokens - one.cached_tokens for one in self.answers
+            ),
             "ttft_p50_s": round(_at(first_s, 0.5), 3),
             "ttft_p90_s": round(_at(first_s, 0.9), 3),
             "ttft_p99_s": round(_at(first_s, 0.99), 3),
             "call_mean_s": round(statistics.mean(call_s), 3),
-            "output_tokens_per_s": round(output / (SPAN_S - WARM_UP_S), 2),
+            "output_tokens_per_s": round(output / self.counted_s, 2),
             "busy": round(self.busy, 3),
         }
 
@@ -127,7 +133,8 @@ def play(
     policy: Callable[[Sequence[Engine], Replay], Any] | None = None,
     span_s: float = SPAN_S,
 ) -> Played:
-    """Plays sessions on engines of an arm. policy: in place of the arm's own."""
+    """Plays sessions on engines of an arm. policy: in place of the arm's own. span_s: how long,
+    with the first minutes, which do not count."""
     config = arm.engine(engine_of(grain))
     replayed = replay(
         sessions, at_once, grain=grain, seed=seed, longest_tokens=LONGEST_TOKENS, limit_s=span_s
@@ -138,22 +145,4 @@ def play(
     run.all(span_s)
     counted = tuple(one for one in run.answers if one.sent_s >= WARM_UP_S)
     busy = statistics.mean(engine.prefill_s for engine in running) / span_s
-    return Played(replayed, counted, sum(engine.prefill_tokens for engine in running), busy)
-
-
-def most_agents(is_within: Callable[[int], bool], low: int, most: int, step: int) -> int:
-    """The largest number of agents, in steps, that is within a service level; 0 if even `low` is
-    not. Each number up to it is, too: a gap in between would be chance."""
-    found = 0
-    for number in range(low, most + 1, step):
-        if not is_within(number):
-            break
-        found = number
-    return found
-
-
-def arm_named(name: str) -> Arm:
-    """An arm. Raises ValueError for another name."""
-    if name not in ARMS:
-        raise ValueError(f"arm: {name!r} is none of {tuple(ARMS)}")
-    return ARMS[name]
+    return Played(replayed, counted, span_s - WARM_UP_S, busy)

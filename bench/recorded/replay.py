@@ -34,7 +34,7 @@ _SIZES = (1, 1, 1)  # an agent here has no text
 
 @dataclass(frozen=True, slots=True)
 class Replay:
-    """Agents in a closed loop, and their calls. `of_agent` names each agent's conversation."""
+    """Agents in a closed loop, and the calls of each."""
 
     agents: tuple[Agent, ...]
     calls: Sequence[Sequence[Call]]
@@ -121,7 +121,6 @@ def _add(
                 base + place,
                 "subagent" if place else "main",
                 name,
-                None,
                 None,
                 "",
                 _SIZES,

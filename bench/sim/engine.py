@@ -252,34 +252,33 @@ class Engine:
         return True
 
     def _reserve(self, blocks: int) -> tuple[bool, list[int]]:
-        """Memory for a request: pins give way to it, as few as needed, if it fits without any."""
+        """Memory for a request. Pins give way to it, as few as needed. If it does not fit without
+        any of them, all stay."""
         done = self.cache.reserve(blocks)
-        if done[0] or not len(self.pins):
-            return done
-        pinned = self.pins.in_turns()
-        if self.cache.protected + self.cache.reserved + blocks - self.pins.tokens > (
-            self.cache.capacity
-        ):
-            return done
-        for pin in pinned:
-            self.pins.release(pin)
+        given_up: list[Pin] = []
+        for pin in () if done[0] else self.pins.in_turns():
             self._unlock([pin])
+            given_up.append(pin)
             done = self.cache.reserve(blocks)
             if done[0]:
                 break
+        for pin in given_up:
+            if done[0]:
+                self.pins.release(pin)
+            else:
+                self.cache.lock(_last_key(pin))
         return done
 
     def _pin(self, request: Request) -> None:
         """Pins a prompt that was computed at its marks: after the instructions, and at its end."""
         if not self.config.pin_ttl_s:
             return
-        head = request.chain.head_segments
-        ends = (
-            [request.chain.ends[head - 1] // (BYTES_PER_TOKEN * self.config.block_tokens)]
-            if head
-            else []
-        )
-        for blocks in {*ends, request.prompt_blocks} - {0}:
+        chain = request.chain
+        marks = {request.prompt_blocks}
+        if chain.head_segments:
+            head_bytes = chain.ends[chain.head_segments - 1]
+            marks.add(head_bytes // (BYTES_PER_TOKEN * self.config.block_tokens))
+        for blocks in marks - {0}:
             key = _key(request.keys, blocks)
             grant = self.pins.grant(0, key, self.config.pin_ttl_s, self._now, label=key[-8:])
             self._unlock(grant.released)
@@ -288,7 +287,7 @@ class Engine:
 
     def _unlock(self, pins: Sequence[Pin]) -> None:
         for pin in pins:
-            self.cache.unlock(int.from_bytes(pin.label, sys.byteorder), pin.used_s)
+            self.cache.unlock(_last_key(pin), pin.used_s)
 
     def _end_batch(self, events: list[Event]) -> None:
         batch, self._batch, self._batch_ends = self._batch, [], math.inf
@@ -355,3 +354,8 @@ class Engine:
 def _key(keys: Sequence[int], blocks: int) -> bytes:
     """The first blocks of a request as `radix.pins` takes a prefix: a block is a token there."""
     return array("Q", keys[:blocks]).tobytes()
+
+
+def _last_key(pin: Pin) -> int:
+    """The block that a pin locks."""
+    return int.from_bytes(pin.label, sys.byteorder)

@@ -8,12 +8,19 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Iterable
-from typing import Any
-
-import orjson
 
 from bench.sim.engine import Engine
 from bench.sim.segments import Stored
+from sgl_ext.wire.events import (
+    LOAD,
+    PREFIXES,
+    EngineLoad,
+    Line,
+    StoredRow,
+    encode,
+    name_of,
+    numbered,
+)
 
 PUBLISH_S = 0.02
 LOAD_S = 0.1
@@ -24,9 +31,9 @@ class Publisher:
 
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
-        self._followers: set[asyncio.Queue[dict[str, Any]]] = set()
+        self._followers: set[asyncio.Queue[Line]] = set()
         self._scheduled = False
-        self._load: dict[str, int] = {}
+        self._load: EngineLoad = {}
         self._load_at = 0.0
         self._load_waits = False
 
@@ -38,19 +45,18 @@ class Publisher:
 
     async def follow(self) -> AsyncIterator[bytes]:
         """Lines without end."""
-        queue: asyncio.Queue[dict[str, Any]] = asyncio.Queue()
+        queue: asyncio.Queue[Line] = asyncio.Queue()
         # The snapshot has segments that no line has sent yet, so their removal must be sent.
         self._publish()
         held = _stored(self._engine.segments.snapshot())
-        whole = {"snapshot": True, "cleared": True, "complete": True}
-        publishes = ["prefixes", "load"]
-        queue.put_nowait({**whole, "publishes": publishes, "stored": held, "load": self._now()})
+        whole: Line = {"snapshot": True, "cleared": True, "complete": True, "stored": held}
+        queue.put_nowait({**whole, "publishes": [PREFIXES, LOAD], "load": self._now()})
         self._followers.add(queue)
         try:
             number = 0
             while True:
                 line = await queue.get()
-                yield orjson.dumps({"seq": number, **line}) + b"\n"
+                yield numbered(encode(line), number)
                 number += 1
         finally:
             self._followers.discard(queue)
@@ -58,9 +64,9 @@ class Publisher:
     def _publish(self) -> None:
         self._scheduled = False
         removed, stored = self._engine.segments.take()
-        line: dict[str, Any] = {}
+        line: Line = {}
         if removed:
-            line["removed"] = [f"{segment:032x}" for segment in removed]
+            line["removed"] = [*map(name_of, removed)]
         if stored:
             line["stored"] = _stored(stored)
         load, loop = self._now(), asyncio.get_running_loop()
@@ -74,12 +80,21 @@ class Publisher:
             for queue in self._followers:
                 queue.put_nowait(line)
 
-    def _now(self) -> dict[str, int]:
-        return {**{k: int(v) for k, v in self._engine.load._asdict().items()}, "pinned_tokens": 0}
+    def _now(self) -> EngineLoad:
+        load = self._engine.load
+        return {
+            "running": load.running,
+            "queued": load.queued,
+            "pending_tokens": int(load.pending_tokens),
+            "used_tokens": int(load.used_tokens),
+            "pinned_tokens": 0,
+            "capacity_tokens": int(load.capacity_tokens),
+            "prefill_tokens": int(load.prefill_tokens),
+        }
 
 
-def _stored(records: Iterable[Stored]) -> list[tuple[str, str | None, int]]:
+def _stored(records: Iterable[Stored]) -> list[StoredRow]:
     return [
-        (f"{segment:032x}", None if parent is None else f"{parent:032x}", tokens)
+        (name_of(segment), None if parent is None else name_of(parent), tokens)
         for segment, parent, tokens in records
     ]

@@ -26,6 +26,7 @@ from bench.sim.engine import EngineConfig, Request
 from bench.sim.live_engine import Live, TooLong
 from bench.trace.calls import CHAT, MODEL
 from sgl_ext.process import end_with_parent
+from sgl_ext.wire.events import EVENTS_PATH
 
 _GENERATE = "/generate"
 _FIRST_BYTES = 8
@@ -187,7 +188,7 @@ def make_app(live: Live) -> web.Application:
     get("/metrics", metrics)
     get("/sim/figures", figures)
     if live.plugin:
-        get("/sgl_ext/events", events)
+        get(EVENTS_PATH, events)
     app.router.add_route("*", "/flush_cache", flush_cache)
     for path in (CHAT, _GENERATE):
         app.router.add_post(path, generate)

@@ -53,7 +53,6 @@ class Agent:
     number: int
     kind: str
     session: str
-    header: str | None
     harness: str | None
     project: str
     sizes: tuple[int, int, int]
@@ -68,8 +67,6 @@ class Agent:
         if self.harness is None:
             return []
         instructions = text_of(f"instructions {self.harness}", self.sizes[1])
-        if self.header is not None:
-            instructions = f"{self.header}\n{instructions}"
         project = text_of(f"project {self.project}", self.sizes[2])
         return [{"role": "system", "content": text} for text in (instructions, project)]
 

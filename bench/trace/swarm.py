@@ -133,7 +133,6 @@ class _Maker:
             number,
             kind,
             session,
-            None,
             harness,
             f"{self._config.seed} {project}",
             (tools, instructions, own),

@@ -165,7 +165,8 @@ def _one_object(parts: list[Any]) -> dict[str, Any] | None:
 
 
 def _overlap(schema: dict[str, Any], root: Any) -> str | None:
-    """Which schemas of a `oneOf` may take one value, of which a grammar knows nothing."""
+    """Why a `oneOf` is refused: a value may fit two of its schemas, which no grammar can rule out.
+    None if no value can."""
     ones = schema.get("oneOf")
     if not isinstance(ones, list):
         return None
@@ -359,7 +360,8 @@ def _endless(root: Any, places: list[tuple[dict[str, Any], str]]) -> str | None:
 def _count_needed(
     schema: dict[str, Any], root: Any, known: set[int], users: dict[int, list[int]]
 ) -> int:
-    """How many other schemas must have a finite value for this one to have one. Notes for whom."""
+    """How many other schemas must have a finite value, so that this one has one. Adds this schema
+    to the `users` of each of them."""
     inner, is_any = _needed(schema, root)
     open_ones = [each for each in inner if isinstance(each, dict) and id(each) in known]
     if is_any and len(open_ones) < len(inner) - inner.count(False):

@@ -23,38 +23,18 @@ from typing import Any
 import orjson
 
 from sgl_ext.compat.text_logprobs import Token, Tokens
-from sgl_ext.engine.core.request_context import RequestContext, context_in
-from sgl_ext.engine.http.answer_rewriting import rewriting
+from sgl_ext.engine.core.request_context import RequestContext
 from sgl_ext.engine.sglang_types import Original
 from sgl_ext.protocols.chat import CHAT
 from sgl_ext.protocols.registry import COMPLETIONS
 
-_PATHS = frozenset((*CHAT.paths, *COMPLETIONS.paths))
+PATHS = frozenset((*CHAT.paths, *COMPLETIONS.paths))
 _ID = re.compile(rb'^data: \{"id":"([^"\\]*)"', re.MULTILINE)
 _EVENT = re.compile(rb"^data: (\{.*\})$", re.MULTILINE)
 
 
-class ChoicesMiddleware:
-    """An ASGI application around another."""
-
-    def __init__(self, app: Any) -> None:
-        self.app = app
-
-    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
-        if scope["type"] != "http" or scope["path"] not in _PATHS:
-            await self.app(scope, receive, send)
-            return
-        scope.setdefault("state", {})
-
-        def begin() -> "_Answer | None":
-            context = context_in(scope)
-            return None if context is None else _Answer.of(context, scope["path"])
-
-        await self.app(scope, receive, rewriting(send, begin))
-
-
-class _Answer:
-    """One answer.
+class Choices:
+    """The choices of one answer.
 
     has_offsets: it has log probabilities of a completion. has_logprobs: it has those of a chat.
     """
@@ -69,7 +49,7 @@ class _Answer:
         self._texts: dict[int, list[str]] = defaultdict(list)  # whose tokens have not come
 
     @classmethod
-    def of(cls, context: RequestContext, path: str) -> "_Answer | None":
+    def of(cls, context: RequestContext, path: str) -> "Choices | None":
         """The answer of a request; None if it needs no change."""
         body = context.body
         if not isinstance(body, Mapping):

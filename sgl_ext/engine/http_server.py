@@ -8,9 +8,8 @@ from typing import Any
 
 from starlette.datastructures import Headers
 
-from sgl_ext.compat import errors, window
+from sgl_ext.compat import errors, openai_answers, window
 from sgl_ext.compat.errors import EngineError
-from sgl_ext.compat.openai_answers import ChoicesMiddleware
 from sgl_ext.compat.templates import log_template, template_route
 from sgl_ext.engine import sglang_api, sglang_check, topology
 from sgl_ext.engine.arguments import caches, in_effect
@@ -18,8 +17,9 @@ from sgl_ext.engine.core.counters import background_failed, counter
 from sgl_ext.engine.core.folder import Outbox
 from sgl_ext.engine.core.request_context import context_in, current_dry_run
 from sgl_ext.engine.http import secret as secret_check
+from sgl_ext.engine.http.answer_rewriting import RewritingMiddleware
 from sgl_ext.engine.http.extension import HttpExtension, gauging, install, installed
-from sgl_ext.engine.http.pin_placement import CacheWritesMiddleware, log_limits
+from sgl_ext.engine.http.pin_placement import USAGE_PATHS, WrittenUsage, log_limits
 from sgl_ext.engine.http.routes import (
     count_route,
     event_routes,
@@ -54,8 +54,11 @@ def extend(server_args: ServerArgs, *_: Any, **__: Any) -> None:
     less = topology.features(topology.degraded(topology.facts_of(server_args)))
     extension.degraded = (*less, *sglang_check.groups_off())
     app.add_middleware(AnswerMiddleware, extension=extension)
-    app.add_middleware(CacheWritesMiddleware)
-    app.add_middleware(ChoicesMiddleware)
+    for paths, rewriter_of in (
+        (USAGE_PATHS, WrittenUsage.of),
+        (openai_answers.PATHS, openai_answers.Choices.of),
+    ):
+        app.add_middleware(RewritingMiddleware, paths=paths, rewriter_of=rewriter_of)
     errors.install(app)
     secret = EngineSecret(extension.settings.engine_secret)
     secret_check.install(app, server_args.url(), secret)

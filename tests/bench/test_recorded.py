@@ -179,6 +179,24 @@ def test_pins_give_way_to_a_request_that_would_not_fit_otherwise() -> None:
     engine.cache.check()
 
 
+def test_pins_stay_if_a_request_does_not_fit_without_them_either() -> None:
+    engine = Engine(EngineConfig(capacity_tokens=12 * BLOCK, pin_ttl_s=300.0, pin_share=1.0))
+    pinned, running = requests_of("aa")
+    answered(engine, pinned, 0.0)
+    # It goes on from the pinned prompt, and holds it: without its pin nothing would be free.
+    running.output_tokens = 3 * BLOCK
+    running.keys = [*running.keys, *range(3)]
+    engine.submit(running, 10.0)
+    engine.advance(10.1)
+    (waiting,) = requests_of("c", blocks=7)
+    engine.submit(waiting, 10.2)
+    assert engine.load.queued == 1
+    assert [pin.tokens for pin in engine.pins] == [4]
+    engine.advance(1000.0)
+    assert engine.finished == 3
+    engine.cache.check()
+
+
 def test_the_host_has_what_the_device_has_lost() -> None:
     engine = Engine(EngineConfig(capacity_tokens=12 * BLOCK, host_tokens=64 * BLOCK))
     first, again = requests_of("aa")

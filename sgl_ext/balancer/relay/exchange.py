@@ -437,7 +437,7 @@ class Exchange:
                 making = make_context(services, self._request, path, names_stored=names_stored)
                 self._answer_lines = await self._done(making)
 
-            # Place it, send it and relay the answer, until a worker answers.
+            # Place it and send it, until a worker answers. Callbacks relay what streams.
             while True:
                 try:
                     attempt = None if head.route is None else await self._place()
@@ -445,7 +445,7 @@ class Exchange:
                     while (connection := self._connection) is None:
                         await self._news()
                     self.send(connection)
-                    body = await self._relay()
+                    body = await self._rest_of_response()
                     break
                 except AttemptFailed as failure:
                     self._retry(failure)
@@ -801,8 +801,9 @@ class Exchange:
         self._is_answered, self._last = True, last
         self._wake()
 
-    async def _relay(self) -> bytes:
-        """Waits for the end of the response. Returns what of it was not relayed."""
+    async def _rest_of_response(self) -> bytes:
+        """Waits for the end of the response, whose parts callbacks relay as they arrive. Returns
+        the part that was not relayed."""
         try:
             await self._news()
         except _StaleConnection:

@@ -30,7 +30,6 @@ from sgl_ext.engine import sglang_api
 from sgl_ext.engine.core.counters import counter
 from sgl_ext.engine.core.request_context import (
     RequestContext,
-    context_in,
     context_of,
     current,
     entered,
@@ -39,7 +38,6 @@ from sgl_ext.engine.core.request_names import group_of
 from sgl_ext.engine.host_cache.token_cache import is_array_allowed, is_only_sent, restore_list
 from sgl_ext.engine.host_cache.token_offsets import TokenOffsets
 from sgl_ext.engine.host_cache.worth import turned_off
-from sgl_ext.engine.http.answer_rewriting import rewriting
 from sgl_ext.engine.http.extension import installed
 from sgl_ext.engine.http.rendering import collecting
 from sgl_ext.engine.http.translation import model_of
@@ -238,7 +236,7 @@ def _render(chat: ServingChat, protocol: Protocol, body: Any) -> str | None:
     return rendered[-1] if rendered else None
 
 
-_PATHS = frozenset((*CHAT.paths, *RESPONSES.paths))
+USAGE_PATHS = frozenset((*CHAT.paths, *RESPONSES.paths))
 _DETAILS = re.compile(
     rb'("(?:prompt|input)_tokens":\s*(\d+).{0,200}?'
     rb'"(?:prompt|input)_tokens_details":\s*\{"cached_tokens":\s*(\d+))'
@@ -246,33 +244,18 @@ _DETAILS = re.compile(
 )
 
 
-class CacheWritesMiddleware:
-    """An ASGI application around another."""
-
-    def __init__(self, app: Any) -> None:
-        self.app = app
-
-    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
-        if scope["type"] != "http" or scope["path"] not in _PATHS:
-            await self.app(scope, receive, send)
-            return
-        scope.setdefault("state", {})
-
-        def begin() -> "_Usage | None":
-            context = context_in(scope)
-            is_marked = context is not None and (context.pins or context.marks.clamped_s)
-            return _Usage(context) if context is not None and is_marked else None
-
-        await self.app(scope, receive, rewriting(send, begin))
-
-
-class _Usage:
+class WrittenUsage:
     """The usage of one answer, with what the marks of its request wrote."""
 
     changes_whole = True
 
     def __init__(self, context: RequestContext) -> None:
         self._context = context
+
+    @classmethod
+    def of(cls, context: RequestContext, _: str) -> "WrittenUsage | None":
+        """The usage in the answer of a request; None if the request has no marks."""
+        return cls(context) if context.pins or context.marks.clamped_s else None
 
     def event(self, data: bytes) -> bytes:
         return completed(data, self._context)
