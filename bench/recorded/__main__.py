@@ -16,7 +16,8 @@ Parts:
 
 A turn is within the level if its first token comes in the time that an idle engine needs to
 compute the mean prompt twice, and its stream has a fifth of a lone one's speed. `agents_at` is the
-number of agents at which 95% of turns are, between two numbers that were measured.
+number of agents at which 95% of turns are, between two numbers that were measured, or the most that
+was measured.
 
 `agents_vs_stock` is ours over stock on one engine, and `agents_vs_best_router` ours over the best
 of the others on four. `behind_any_arm` has each arm that is ahead of ours with the figure in which:
@@ -197,7 +198,8 @@ def _mean(results: Mapping[Job, Result], like: Job) -> dict[str, Any]:
 def _levels(results: Mapping[Job, Result], size: Amount) -> dict[str, Any]:
     four = size.fleets[0]
     one, more = _table(results, 1), _table(results, four)
-    at_one = {name: agents_at(table) for name, table in one.items()}
+    # An arm that another part ran with one number of agents says nothing here.
+    at_one = {name: agents_at(table) for name, table in one.items() if len(table) > 1}
     at_four = {name: agents_at(table) for name, table in more.items()}
     found: dict[str, Any] = {"agents_at": {"1": at_one, str(four): at_four}}
     if at_one["stock"]:
@@ -211,7 +213,8 @@ def _levels(results: Mapping[Job, Result], size: Amount) -> dict[str, Any]:
 
 def agents_at(table: Mapping[str, Mapping[str, float]]) -> float:
     """The number of agents at which MET of all turns are within the level, by a straight line
-    between the last number that is and the first that is not; 0 if none is."""
+    between the last number that is and the first that is not. The most that was measured if all
+    are."""
     points = sorted((int(number), figures["within"]) for number, figures in table.items())
     last = (0, 1.0)
     for number, within in points:

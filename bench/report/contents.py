@@ -30,7 +30,8 @@ SECTIONS = (
         "prefill a second. The balancer's router and queue, the engines' order and their pins are "
         "the project's own; of other routers the policy. A turn is within the level if its first "
         "token comes in the time that computing the mean prompt takes twice, and its stream has a "
-        "fifth of a lone one's speed. Agents are those at which 95% of turns are. Host memory is "
+        "fifth of a lone one's speed. Agents are those at which 95% of turns are; "
+        "48 an engine is the most that was measured. Host memory is "
         "twice the device's.",
         fleet_tables.recorded,
         "guide/priority.md",
