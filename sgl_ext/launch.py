@@ -28,7 +28,7 @@ from sgl_ext.node.control import Control, socket_path
 from sgl_ext.node.failure import reason_of
 from sgl_ext.node.flags import check_given_flags, why_one_start
 from sgl_ext.node.keepers import HUNG_LOOK_S, EngineCalls, HungEngines, Keepers, end_at_once
-from sgl_ext.node.log_dir import begin_log, launcher_log, locked, rotated
+from sgl_ext.node.log_dir import Operator, begin_log, launcher_log, locked, rotated
 from sgl_ext.node.progress import start_progress, summary
 from sgl_ext.node.reloads import Reloads, live_settings
 from sgl_ext.node.restarts import Replacement, Restarts
@@ -102,7 +102,7 @@ async def serve(
     settings: LaunchSettings,
     found: hardware.Hardware | None,
     console: Console,
-    say: Callable[[str], None],
+    say: Operator,
     read: Callable[[], LaunchSettings] | None = None,
 ) -> None:
     """Starts all processes, keeps them running, and stops them.
@@ -122,7 +122,7 @@ async def serve(
     keepers = Keepers(say)
     has_served = False
     live = live_settings(settings, read)
-    reloads = Reloads(live, engines, say)
+    reloads = Reloads(live, engines, say, say.error)
     control = Control(socket, engines, _why_no_restarts(settings))
     control.reload = reloads.reload
     on_hangup(partial(asyncio.get_running_loop().call_soon_threadsafe, reloads.begin))

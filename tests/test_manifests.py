@@ -249,7 +249,7 @@ def test_a_gateway_finds_the_engines_and_their_picker() -> None:
     (picker,) = (one for one in templates(POOL) if component(one) == "balancer")
     ports = {each["name"]: each["containerPort"] for each in container(picker)["ports"]}
     argv = [word for word in container(picker)["args"] if "/etc/" not in word]
-    settings = picker_settings(argv)
+    settings = picker_settings([*argv, "--insecure"])  # its key is in a file that is not here
     assert ports[grpc["targetPort"]] == settings.picker_port
     assert settings.picker_host == "0.0.0.0"
     assert container(picker)["command"][-2:] == ["-m", "sgl_ext.epp"]

@@ -69,6 +69,7 @@ class Balancer:
         self._connections: set[Connection] = set()
         self._empty = asyncio.Event()
         self._drained = asyncio.Event()
+        self._hurried = asyncio.Event()
         self._metrics = metrics = Metrics(0 if group is None else group.number)
         self.account = account = ByteAccount(config.account_bytes, metrics.bodies_rejected.inc)
         metrics.held_bytes.set_function(lambda: account.used)
@@ -147,15 +148,19 @@ class Balancer:
 
     async def stop(self) -> None:
         """Lets running requests end for up to `drain_s` or until `hurry`, and rejects new ones,
-        which a closed port could not. Then ends what still runs with an error, and closes all.
-        A second call does nothing."""
+        which a closed port could not: for `drain_min_s` at least, so that a load balancer in front
+        finds out. Then ends what still runs with an error, and closes all. A second call does
+        nothing."""
         if self.draining:
             return
         self.draining = True
         self._services.drain()
+        least_s, most_s = min(self._config.drain_min_s, self._config.drain_s), self._config.drain_s
+        with suppress(TimeoutError):
+            await asyncio.wait_for(self._hurried.wait(), least_s)
         self._note_idle()
         with suppress(TimeoutError):
-            await asyncio.wait_for(self._drained.wait(), self._config.drain_s)
+            await asyncio.wait_for(self._drained.wait(), most_s - least_s)
         self._server.close()
         for connection in tuple(self._connections):
             connection.end()
@@ -177,6 +182,7 @@ class Balancer:
 
     def hurry(self) -> None:
         """Ends a `stop`, now or later, without waiting for running requests."""
+        self._hurried.set()
         self._drained.set()
 
     def _note_idle(self) -> None:

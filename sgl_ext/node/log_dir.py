@@ -4,7 +4,7 @@ import fcntl
 import logging
 import os
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
@@ -101,16 +101,29 @@ def launcher_log(settings: LaunchSettings) -> Path:
     return Path(settings.log_dir) / "launcher.log"
 
 
-def begin_log(settings: LaunchSettings, console: Console) -> Callable[[str], None]:
-    """Begins the log. Gives a function that prints a line and logs it, too."""
+class Operator:
+    """The person who started the launcher: what is said is printed and logged."""
+
+    def __init__(self, console: Console) -> None:
+        self._console = console
+
+    def __call__(self, text: str) -> None:
+        self._say(text, logging.INFO)
+
+    def error(self, text: str) -> None:
+        """Says that something was refused or has failed."""
+        self._say(text, logging.ERROR)
+
+    def _say(self, text: str, level: int) -> None:
+        self._console.print(text, highlight=False, soft_wrap=True, markup=False)
+        log.log(level, "%s", text)
+
+
+def begin_log(settings: LaunchSettings, console: Console) -> Operator:
+    """Begins the log."""
     balancer = settings.balancer
     descriptor = open_log(new_log(launcher_log(settings)))
     write_logs("launcher", balancer.log_format, balancer.log_level, descriptor)
     log.info("starting", extra=versions()._asdict())
     log.info("settings other than the defaults", extra=changed(settings))
-
-    def say(text: str) -> None:
-        console.print(text, highlight=False, soft_wrap=True, markup=False)
-        log.info("%s", text)
-
-    return say
+    return Operator(console)

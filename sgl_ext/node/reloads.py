@@ -29,17 +29,20 @@ def live_settings(
 
 
 class Reloads:
-    """The reloads of one launcher, one at a time. say: tells the operator."""
+    """The reloads of one launcher, one at a time. say, refuse: tell the operator what was done, and
+    that nothing was."""
 
     def __init__(
         self,
         live: LiveSettings[LaunchSettings],
         engines: Sequence[Child],
         say: Callable[[str], None],
+        refuse: Callable[[str], None],
     ) -> None:
         self._live = live
         self._engines = engines
         self._say = say
+        self._refuse = refuse
         self._lock = asyncio.Lock()
         self._tasks: set[asyncio.Task[None]] = set()
 
@@ -51,10 +54,10 @@ class Reloads:
                 # It may read large files, to check them.
                 found = self._live.change(await asyncio.to_thread(self._live.read))
             except NothingToRead as error:
-                self._say(f"reload: {error}")
+                self._refuse(f"reload: {error}")
                 raise
             except SettingsError as error:
-                self._say(f"reload: {error}; nothing was changed")
+                self._refuse(f"reload: {error}; nothing was changed")
                 raise
         settings = self._live.current
         for child in self._engines:

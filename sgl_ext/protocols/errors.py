@@ -4,6 +4,7 @@
 no protocol. Anthropic's shape is in `sgl_ext/protocols/anthropic.py`.
 """
 
+import re
 from collections.abc import Collection
 from dataclasses import dataclass, field
 from http import HTTPStatus
@@ -88,6 +89,21 @@ def error_headers(error: BalancerError) -> dict[str, str]:
     is_temporary = error.status == HTTPStatus.TOO_MANY_REQUESTS or error.status >= 500
     headers = {} if is_temporary else {"x-should-retry": "false"}
     return headers | ({"allow": error.allow} if error.allow else {})
+
+
+_TYPE = re.compile(r"[A-Za-z_]{1,64}")
+
+
+def error_type(body: bytes) -> str | None:
+    """The type in the body of an error, in any protocol's shape or SGLang's own; None if it states
+    none that is a word."""
+    try:
+        document = orjson.loads(body)
+        error = document.get("error")
+        kind = (error if isinstance(error, dict) else document)["type"]
+        return kind if _TYPE.fullmatch(kind) else None
+    except (orjson.JSONDecodeError, LookupError, TypeError, AttributeError):
+        return None
 
 
 def wire_status(shape: ErrorShape, status: int) -> tuple[int, bytes]:

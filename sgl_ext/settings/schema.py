@@ -219,9 +219,14 @@ class RequestSettings(Settings, frozen=True, kw_only=True):
 
 
 class BalancerSettings(RequestSettings, frozen=True, kw_only=True):
-    host: Annotated[Text, OPENED, "Address to listen on. Set a key before you use 0.0.0.0."] = (
-        "127.0.0.1"
-    )
+    host: Annotated[
+        Text, OPENED, "Address to listen on; beyond loopback it needs api-key or keys."
+    ] = "127.0.0.1"
+    insecure: Annotated[
+        bool,
+        OPENED,
+        "Listen beyond loopback without keys: who reaches the port may use and read the node.",
+    ] = False
     port: Annotated[Port, OPENED, "Port to listen on. Engines use free ports above it."] = 30000
     processes: Annotated[Processes, OPENED, "Balancer processes that share the port."] = 1
     index_limit_bytes: Annotated[
@@ -280,6 +285,12 @@ class BalancerSettings(RequestSettings, frozen=True, kw_only=True):
     drain_s: Annotated[
         Seconds, RELOADS, "Time for running requests to finish when the node stops."
     ] = 30.0
+    drain_min_s: Annotated[
+        Seconds,
+        RELOADS,
+        "Time for which a node that stops still listens, with /ready 503, so that a load balancer "
+        "in front sees it; at most drain-s.",
+    ] = 5.0
     warm_timeout_s: Annotated[
         Seconds, "Longest wait for what engines hold, before /ready answers 200: guide/fleet.md."
     ] = 30.0

@@ -62,8 +62,8 @@ GROUPS: Mapping[str, Sequence[str]] = {
         *("restart_drain_s", "shared_tier_bytes", "compile_timeout_s"),
     ),
     "Address, keys and tenants": (
-        *("host", "port", "processes", "api_key", "keys", "tenant_isolation", "max_priority"),
-        *("engine_secret", "shared_prefixes"),
+        *("host", "port", "insecure", "processes", "api_key", "keys", "tenant_isolation"),
+        *("max_priority", "engine_secret", "shared_prefixes"),
     ),
     "Queue and placement": (
         *("max_in_flight", "queue_limit", "queue_timeout_s", "agent_hold_s", "aging_s"),
@@ -71,7 +71,7 @@ GROUPS: Mapping[str, Sequence[str]] = {
     ),
     "Clients": (
         *("max_body_bytes", "byte_budget", "max_connections", "first_byte_s", "resend_s"),
-        *("drain_s", "warm_timeout_s"),
+        *("drain_s", "drain_min_s", "warm_timeout_s"),
     ),
     "Pins and prefill ahead": (
         *("pin_budget", "host_pin_budget", "pin_owner_share", "pin_ttl_s", "pin_max_ttl_s"),
@@ -409,6 +409,10 @@ def _balancer_problems(settings: BalancerSettings) -> Iterator[_Problem]:
     for url in settings.workers:
         if problem := worker_url_problem(url):
             yield "workers", url, problem
+    has_keys = settings.api_key is not None or settings.keys is not None
+    if is_reachable(settings.host) and not has_keys and not settings.insecure:
+        reason = "other machines can reach it, so it needs --api-key or --keys"
+        yield "host", settings.host, f"{reason}. To let everyone use and read it: --insecure"
     if settings.keys is not None:
         try:
             read_keys(Path(settings.keys))

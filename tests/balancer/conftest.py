@@ -109,7 +109,7 @@ async def start() -> AsyncIterator[Start]:
                 engine.server = server = TestServer(app, handler_cancellation=True)
                 await stack.enter_async_context(server)
                 urls.append(engine.url)
-            settings = {"workers": tuple(urls), "port": 0, "drain_s": 0, **config}
+            settings = {"workers": tuple(urls), "port": 0, "drain_s": 0, "drain_min_s": 0, **config}
             balancer = Balancer(BalancerSettings(**settings), interval_s=interval_s)
             await balancer.start()
             stack.push_async_callback(balancer.stop)

@@ -69,6 +69,28 @@ async def test_new_requests_are_rejected_in_their_protocol_and_running_ones_end(
     assert not balancer._server.is_serving()
 
 
+async def test_an_idle_balancer_still_listens_so_that_a_load_balancer_sees_that_it_drains(
+    serve: Serve, connect: Connect
+) -> None:
+    balancer = await serve(Raw(), drain_s=600, drain_min_s=600)
+    kept = await connect(balancer)
+    await kept.ask(request())
+    async with draining(balancer):
+        for wire in (kept, await connect(balancer)):
+            head, body = await wire.ask(b"GET /ready HTTP/1.1\r\n\r\n")
+            assert (head[:12], body) == (b"HTTP/1.1 503", b"draining\n")
+        assert balancer._server.is_serving()
+        balancer.hurry()
+    assert not balancer._server.is_serving()
+
+
+async def test_a_balancer_listens_no_longer_than_it_drains(serve: Serve, connect: Connect) -> None:
+    balancer = await serve(Raw(), drain_s=0, drain_min_s=600)
+    async with draining(balancer):
+        pass
+    assert not balancer._server.is_serving()
+
+
 async def test_a_balancer_that_has_to_hurry_ends_what_runs_with_an_error(
     serve: Serve, connect: Connect
 ) -> None:

@@ -81,3 +81,16 @@ async def test_retries_and_rejections_are_logged_with_their_cause(
     rejected = [fields for message, fields in logged() if message == "request rejected"]
     assert [line["cause"] for line in rejected] == ["Method Not Allowed"] * 3
     assert (rejected[0]["status"], rejected[0]["path"]) == (405, "/v1/messages")
+
+
+async def test_a_rejection_is_logged_with_the_status_that_the_client_got(
+    start: Start, logged: Any
+) -> None:
+    client = await start()
+    assert (await client.post("/v1/messages", json=REQUEST)).status == 529
+    assert (await client.post("/v1/chat/completions", json=REQUEST)).status == 503
+    rejected = [fields for message, fields in logged() if message == "request rejected"]
+    assert [(line["status"], line["path"]) for line in rejected] == [
+        (529, "/v1/messages"),
+        (503, "/v1/chat/completions"),
+    ]

@@ -140,7 +140,7 @@ async def running(*workers: Raw, interval_s: float = 0.1, **config: Any) -> Asyn
             stack.callback(server.close)
             worker.url = f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"
         urls = tuple(worker.url for worker in workers)
-        settings = {"workers": urls, "port": 0, "drain_s": 0, **config}
+        settings = {"workers": urls, "port": 0, "drain_s": 0, "drain_min_s": 0, **config}
         balancer = Balancer(BalancerSettings(**settings), interval_s=interval_s)
         await balancer.start()
         stack.push_async_callback(balancer.stop)

@@ -119,9 +119,11 @@ def test_it_has_what_is_printed_after_the_versions_and_the_settings(
     say = begin_log(settings, Console(file=printed, width=40))
     line = "engine-0 ended with exit code 1 and restarts in [1] s"
     say(line)
+    say.error("reload: no")
     logger.handlers[0].flush()
-    first, second, third = map(json.loads, launcher_log(settings).read_text().splitlines())
+    first, second, third, fourth = map(json.loads, launcher_log(settings).read_text().splitlines())
     assert (first["message"], first["sglang"]) == ("starting", first["sglang"])
     assert (second["model_path"], second["store"], second["log_format"]) == ("m", "...", "json")
-    assert third["message"] == line
-    assert printed.getvalue() == f"{line}\n"
+    assert (third["message"], third["level"]) == (line, "info")
+    assert (fourth["message"], fourth["level"]) == ("reload: no", "error")
+    assert printed.getvalue() == f"{line}\nreload: no\n"

@@ -26,8 +26,9 @@ class Launcher:
         read = partial(launch_settings, ["--config", str(self.file)])
         self.child = Child("engine-0", (), {}, folder / "engine-0.log", "http://127.0.0.1:1")
         self.said: list[str] = []
+        self.refused: list[str] = []
         self.live = live_settings(read(), read if has_file else None)
-        self.reloads = Reloads(self.live, [self.child], self.said.append)
+        self.reloads = Reloads(self.live, [self.child], self.said.append, self.refused.append)
 
     async def reload(self, old: str = "", new: str = "") -> dict[str, Any]:
         self.file.write_text(self.text.replace(old, new) if old else self.text)
@@ -46,7 +47,8 @@ async def test_a_wrong_file_is_told_once_and_changes_nothing(tmp_path: Path) -> 
     launcher = Launcher(tmp_path)
     with pytest.raises(SettingsError):
         await launcher.reload("0.5", "5")
-    (said,) = launcher.said
+    (said,) = launcher.refused
+    assert not launcher.said
     assert "node.toml: [launch] pin-budget=5: must be" in said
     assert said.endswith("nothing was changed")
     assert not changes_path(tmp_path).exists()

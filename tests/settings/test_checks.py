@@ -95,6 +95,25 @@ def test_an_engine_beyond_loopback_needs_a_secret(tmp_path: Path) -> None:
         check_launch(LaunchSettings(model_path="m", engine_host=host))
 
 
+@pytest.mark.parametrize("host", ["0.0.0.0", "10.0.0.1", "::", "node.example"])
+def test_a_node_without_keys_listens_on_loopback_unless_it_may_be_insecure(
+    tmp_path: Path, host: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("KEY", "sesame")
+    with pytest.raises(SettingsError, match=f"host='{host}': .*--api-key or --keys.*--insecure"):
+        check_balancer(BalancerSettings(host=host))
+    keys = tmp_path / "keys.toml"
+    keys.write_text("")
+    for settings in (
+        BalancerSettings(host=host, insecure=True),
+        BalancerSettings(host=host, api_key="env:KEY"),
+        BalancerSettings(host=host, keys=str(keys)),
+        BalancerSettings(host="127.0.0.1"),
+        BalancerSettings(host="localhost"),
+    ):
+        check_balancer(settings)
+
+
 def test_engines_that_speak_tls_are_refused_with_the_reason() -> None:
     with pytest.raises(SettingsError, match=r"--ssl-certfile.*plain HTTP to engines"):
         check_launch(LaunchSettings(model_path="m", engine_args=("--ssl-certfile=c",)))

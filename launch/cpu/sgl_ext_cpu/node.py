@@ -112,7 +112,8 @@ def running_balancer(
 ) -> Iterator[RunningServer]:
     """Starts a balancer process in front of these workers, and ends it with SIGTERM."""
     url = f"http://127.0.0.1:{free_port()}"
-    command = [sys.executable, "-m", "sgl_ext.balancer.serve", "--port", url.rpartition(":")[2]]
+    command = [sys.executable, "-m", "sgl_ext.balancer.serve", "--drain-min-s=0"]
+    command += ["--port", url.rpartition(":")[2]]
     for worker in workers:
         command += ["--worker", worker]
     ready = partial(is_healthy, url)

@@ -18,7 +18,8 @@ tells them from the operator's, but the browser's own headers do:
     Origin            the page's address, with everything but plain GET requests
     Sec-Fetch-Site    `cross-site` if the page is from elsewhere
     Host              a page whose name its owner has pointed at our address (DNS rebinding) still
-                      sends that name
+                      sends that name; it reads what it requests, so each path that shows data is
+                      requested by an address, or by a name of this machine
 
 A page cannot read an answer, as none permits it (CORS), and it cannot send JSON unless it passes
 for one of our own, which its Origin then shows.
@@ -34,9 +35,11 @@ import hmac
 import logging
 from collections.abc import Mapping
 from dataclasses import dataclass
+from enum import Enum
 from http import HTTPStatus
 from ipaddress import ip_address
 from pathlib import Path
+from socket import gethostname
 from urllib.parse import urlsplit
 
 import aiohttp
@@ -66,6 +69,8 @@ _PUBLIC = {"/", *routes.HEALTH}
 _TENANT = TENANT_HEADER.encode()
 # No client may set these, with or without keys.
 _OURS = {GROUP_HEADER.encode(), OWNER_HEADER.encode()}
+# What a client reads before it asks, by whatever name it knows the node: only names of models.
+_OPEN = ("/v1/models", "/api/tags")
 # These and all paths below /sgl_ext/ need an operator's or an admin's key.
 _ADMINISTRATIVE = {
     *routes.FANNED_OUT,
@@ -151,7 +156,7 @@ class Authentication:
             self._set_tenant(head, stated)
         # A browser names the page as the origin of its own scripts.
         if not is_guarded and not routes.is_page(head.path):
-            refuse_page(head.fields, is_administrative=_is_local(head.path))
+            refuse_page(head.fields, _needed_host(head))
         head.is_socket = head.is_socket and head.path in routes.SOCKETS
         if head.is_socket:
             return  # its requests come with their own heads
@@ -214,9 +219,24 @@ def _is_administrative(path: str) -> bool:
     return path in _ADMINISTRATIVE or path.startswith("/sgl_ext/")
 
 
-def _is_local(path: str) -> bool:
-    """Whether a path is for this machine only without keys: Prometheus may run on another."""
-    return _is_administrative(path) and path not in routes.METRICS
+class Host(Enum):
+    """What a request without a key must be addressed to."""
+
+    ANY = "a proxy may pass on the name by which its clients know it"
+    ADDRESS = "an address, or a name of this machine: no page has that name"
+    LOOPBACK = "a loopback name: only this machine administers"
+
+
+def _needed_host(head: RequestHead) -> Host:
+    path = head.path
+    if path in routes.METRICS:  # Prometheus may run on another machine
+        return Host.ADDRESS
+    if _is_administrative(path):
+        return Host.LOOPBACK
+    is_read = head.method in ("GET", "HEAD") and not _is_public(head)
+    # The page that opens a WebSocket is in its Origin.
+    is_open = path.startswith(_OPEN) or (head.is_socket and path in routes.SOCKETS)
+    return Host.ADDRESS if is_read and not is_open else Host.ANY
 
 
 def _require_tenant_path(head: RequestHead) -> None:
@@ -237,23 +257,24 @@ def _unauthorized() -> BalancerError:
     return BalancerError(HTTPStatus.UNAUTHORIZED, "Invalid or missing API key.")
 
 
-def refuse_page(fields: Mapping[bytes, bytes], *, is_administrative: bool) -> None:
+def refuse_page(fields: Mapping[bytes, bytes], needed: Host) -> None:
     """Raises BalancerError 403, naming the header, if a page of another machine sent the request.
 
-    Administration must also be addressed to a loopback name. `fields` has lower-case names.
+    `fields` has lower-case names.
     """
     origin = fields.get(b"origin", b"").decode("latin-1")
     if origin == "null" or (
         origin.lower().startswith(("http:", "https:")) and not _is_loopback(origin)
     ):
         raise _refused("origin", origin)
-    if not is_administrative:
+    if needed is Host.ANY:
         return
     site = fields.get(b"sec-fetch-site", b"").decode("latin-1")
     if site.lower() == "cross-site":
         raise _refused("sec-fetch-site", site)
     host = fields.get(b"host", b"").decode("latin-1")
-    if host and not _is_loopback(f"//{host}"):
+    is_ours = not host or _is_loopback(f"//{host}")
+    if not is_ours and (needed is Host.LOOPBACK or not _is_address(f"//{host}")):
         raise _refused("host", host)
 
 
@@ -262,6 +283,15 @@ def _is_loopback(url: str) -> bool:
     try:
         name = (urlsplit(url).hostname or "").removesuffix(".")
         return name == "localhost" or name.endswith(".localhost") or ip_address(name).is_loopback
+    except ValueError:
+        return False
+
+
+def _is_address(url: str) -> bool:
+    """Whether a URL has an IP address, or the name that this machine has itself."""
+    try:
+        name = (urlsplit(url).hostname or "").removesuffix(".")
+        return name == gethostname().lower() or bool(ip_address(name))
     except ValueError:
         return False
 

@@ -75,7 +75,13 @@ from sgl_ext.balancer.routing.routing_request import NO_ROUTING
 from sgl_ext.balancer.routing.worker import Attempt, Worker
 from sgl_ext.limits.bounds import LARGE_BODY_BYTES
 from sgl_ext.protocols.cache_diagnostics import find_event, with_diagnosis
-from sgl_ext.protocols.errors import BalancerError, internal_error, no_engine, shutting_down
+from sgl_ext.protocols.errors import (
+    BalancerError,
+    error_type,
+    internal_error,
+    no_engine,
+    shutting_down,
+)
 from sgl_ext.protocols.request_ids import id_line, lines_of_new, new_request_id, new_trace_id
 from sgl_ext.reading.usage import Usage, read_items, read_usage
 from sgl_ext.wire.headers import REFUSED_LINE, bootstrap_line, queued_lines, retry_line
@@ -1050,7 +1056,8 @@ class Exchange:
                     turn, self._preparation.diagnosis, attempt, usage, self._response.first_data
                 )
                 self._preparation = structs.replace(self._preparation, diagnosis=diagnosis)
-            ended = self._keep(Outcome.COMPLETE, status, usage=usage)
+            body = self._response.first_data if status >= _BAD_REQUEST else b""
+            ended = self._keep(Outcome.COMPLETE, status, usage=usage, body=body)
             if ended is not None:
                 streams = self._response.head.streams
                 self._services.request_log.count(ended, attempt, streams=streams)
@@ -1081,7 +1088,8 @@ class Exchange:
         outcome = Outcome.FAILED if self._attempts else Outcome.REJECTED
         is_ours = error.status == HTTPStatus.TOO_MANY_REQUESTS or error.status >= _SERVER_ERROR
         # Other messages may quote the client's request.
-        self._keep(outcome, answer[0], error.message if is_ours else None)
+        shown = error.message if is_ours else None
+        self._keep(outcome, answer[0], shown, body=answer[3])
         if is_late:
             self._end_in_error(answer[3])
         else:
@@ -1257,15 +1265,16 @@ class Exchange:
         status: int | None,
         error: str | None = None,
         usage: Usage | None = None,
+        body: bytes = b"",
     ) -> EndedRequest | None:
         """Keeps what became of the request, unless it was for the control plane or rejected with
-        its head: strangers could fill the log with those."""
+        its head: strangers could fill the log with those. body: of an answer that is an error."""
         if self._head.route is None:
             return None
         preparation, total_s = self._preparation, time.perf_counter() - self._arrived_s
         ended = ended_request(
             Name(self._request_id, self._trace_id, self._head.route.label),
-            End(time.time(), status, outcome, error, usage),
+            End(time.time(), status, outcome, error, usage, error_type(body) if body else None),
             Course(self._queued_s, self._ttft_s, total_s, self._attempts),
             self.routing,
             self._last_attempt,

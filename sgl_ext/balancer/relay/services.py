@@ -132,10 +132,13 @@ class Services:
         response = error_response(path, error, request_id, is_stated=is_stated)
         if path not in routes.HEALTH:
             self.metrics.requests.counts[routes.label_of(path), response[0]] += 1
-            self._log_rejection(error, path, request_id)
+            self._log_rejection(error, response[0], path, request_id)
         return response
 
-    def _log_rejection(self, error: BalancerError, path: str, request_id: str) -> None:
+    def _log_rejection(
+        self, error: BalancerError, answered: int, path: str, request_id: str
+    ) -> None:
+        """answered: the status that the client gets, by its protocol."""
         status = HTTPStatus(error.status)
         is_load = status == HTTPStatus.TOO_MANY_REQUESTS or status >= 500
         # Other messages quote requests, so there would be a cause for each request.
@@ -144,7 +147,7 @@ class Services:
             logging.WARNING if is_load else logging.INFO,
             "request rejected",
             cause,
-            status=int(status),
+            status=answered,
             path=path,
             request_id=request_id,
             message_sent=error.message,

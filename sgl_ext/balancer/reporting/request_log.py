@@ -4,11 +4,11 @@ With `--request-log FILE` that is a line of JSON in a file, which all processes 
 balancer share. Without it the latest requests are remembered: by each process itself, and for
 the others in a small file in the folder that they share. A line says of one request:
 
-    {"id", "trace", "time", "route", "status", "outcome", "error", "worker", "reason", "workers",
-     "tenant", "harness", "client", "moved_lines", "model", "session", "prefix_hash", "tools_hash",
-     "tools_count", "segments", "prompt_tokens", "predicted_tokens", "expected_tokens",
-     "reported_tokens", "counted_tokens", "output_tokens", "queue_ms", "ttft_ms", "total_ms",
-     "attempts", "divergence", "saved_bytes"}
+    {"id", "trace", "time", "route", "status", "outcome", "error", "error_type", "worker", "reason",
+     "workers", "tenant", "harness", "client", "moved_lines", "model", "session", "prefix_hash",
+     "tools_hash", "tools_count", "segments", "prompt_tokens", "predicted_tokens",
+     "expected_tokens", "reported_tokens", "counted_tokens", "output_tokens", "queue_ms", "ttft_ms",
+     "total_ms", "attempts", "divergence", "saved_bytes"}
 
 `outcome` is one of `Outcome`. `workers` are those that it could have gone to at its last attempt,
 the cheapest first, at most MOST_WORKERS of them, with their costs as `explain` shows them.
@@ -83,7 +83,7 @@ class EndedRequest(msgspec.Struct, frozen=True, gc=False):
 
     trace: the id of its trace. time_s: when it ended.
     status: of the answer; None if none had begun. error: why it failed, None if it did not, or if
-        the client's own words may be in it.
+        the client's own words may be in it. error_type: of an answer that is an error, by whomever.
     considered: the workers at its last attempt; empty if it had none.
     """
 
@@ -94,6 +94,7 @@ class EndedRequest(msgspec.Struct, frozen=True, gc=False):
     status: int | None
     outcome: Outcome
     error: str | None
+    error_type: str | None
     usage: Usage | None
     worker: str | None
     reason: str | None
@@ -133,6 +134,7 @@ class End(NamedTuple):
     outcome: Outcome
     error: str | None = None
     usage: Usage | None = None
+    error_type: str | None = None
 
 
 class Course(NamedTuple):
@@ -182,6 +184,7 @@ def ended_request(
         end.status,
         end.outcome,
         end.error,
+        end.error_type,
         end.usage,
         worker,
         reason,
@@ -222,6 +225,7 @@ def as_line(ended: EndedRequest) -> bytes:
         "status": ended.status,
         "outcome": ended.outcome,
         "error": ended.error,
+        "error_type": ended.error_type,
         "worker": ended.worker,
         "reason": ended.reason,
         "workers": _rows(ended),

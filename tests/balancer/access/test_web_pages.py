@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from socket import gethostname
 
 import pytest
 from aiohttp import ClientSession
@@ -82,6 +83,36 @@ async def test_a_page_cannot_ask_a_model_even_under_a_name_pointed_at_us(start: 
     # A proxy may pass on the name by which its clients know it.
     assert (await client.post(CHAT, json=BODY, headers={"host": "models.example"})).ok
     assert (await client.get("/metrics", headers={"host": "10.0.0.7"})).ok
+
+
+DATA = (
+    *("/v1/contexts", "/v1/responses/resp_1", "/v1/pins", "/metrics", "/metrics/engines"),
+    *("/model_info", "/get_model_info", "/v1/loads", routes.TEMPLATE, routes.STATE, routes.LIVE),
+)
+
+
+@pytest.mark.parametrize("path", DATA)
+async def test_a_page_under_a_name_pointed_at_us_reads_no_data(start: Start, path: str) -> None:
+    engine = Engine("a")
+    client = await start(engine)
+    for host in ("evil.example", "evil.example:30000", "127.0.0.1.evil.example", "1.2"):
+        assert (await message(client, 403, "GET", path, host=host)).startswith("host")
+    assert not engine.seen
+
+
+@pytest.mark.parametrize(
+    "host", ["10.0.0.7:30000", "[2001:db8::1]:30000", gethostname(), "localhost"]
+)
+async def test_data_is_read_by_an_address_or_this_machine_s_name(start: Start, host: str) -> None:
+    client = await start(Engine("a"))
+    for path in ("/metrics", "/model_info", "/v1/pins"):
+        await message(client, 200, "GET", path, host=host)
+
+
+async def test_clients_read_the_models_by_any_name(start: Start) -> None:
+    client = await start(Engine("a"))
+    for path in ("/v1/models", "/v1/models/a", "/", "/health"):
+        assert (await client.get(path, headers={"host": "models.example"})).ok
 
 
 @pytest.mark.parametrize("path", routes.FANNED_OUT)

@@ -157,9 +157,10 @@ async def test_it_is_as_protected_as_the_balancer_s_own(start: Start, tmp_path: 
         assert (await client.get(path, headers={"x-api-key": "theirs"})).status == 403
 
 
-async def test_without_keys_prometheus_may_come_from_elsewhere(start: Start) -> None:
+async def test_without_keys_prometheus_may_come_from_elsewhere_by_an_address(start: Start) -> None:
     client = await start(engine(answer_page))
-    elsewhere = {"host": "node.example:30000"}
+    elsewhere, rebound = {"host": "10.0.0.7:30000"}, {"host": "node.example:30000"}
     for path in ("/metrics", "/metrics/engines"):
         assert (await client.get(path, headers=elsewhere)).status == 200
+        assert (await client.get(path, headers=rebound)).status == 403
     assert (await client.get("/sgl_ext/workers", headers=elsewhere)).status == 403

@@ -57,6 +57,42 @@ def config(request: pytest.FixtureRequest, tmp_path: Path) -> dict[str, Any]:
     return {"request_log": str(tmp_path / "log")} if request.param == "log" else {}
 
 
+@pytest.mark.parametrize(
+    ("status", "document", "kind"),
+    [
+        (
+            400,
+            {"error": {"type": "invalid_request_error", "message": SECRET}},
+            "invalid_request_error",
+        ),
+        (422, {"object": "error", "type": "BadRequestError"}, "BadRequestError"),
+        (500, {"error": {"type": SECRET}}, None),
+        (404, {"detail": "Not Found"}, None),
+        (400, {"error": SECRET}, None),
+        (200, {"type": "message"}, None),
+    ],
+)
+async def test_an_engine_s_error_has_its_type(
+    start: Start, config: dict[str, Any], status: int, document: Any, kind: str | None
+) -> None:
+    async def fails(_: web.Request) -> web.StreamResponse:
+        return web.json_response(document, status=status)
+
+    client = await start(Engine("a", fails), **config)
+    assert await post(client, "one") == status
+    found = await fate(client, "one")
+    assert (found["status"], found["error_type"]) == (status, kind)
+
+
+async def test_a_rejected_request_has_the_type_that_its_client_got(
+    start: Start, config: dict[str, Any]
+) -> None:
+    client = await start(**config)
+    assert await post(client, "one", path="/v1/messages") == 529
+    found = await fate(client, "one")
+    assert (found["status"], found["error_type"]) == (529, "overloaded_error")
+
+
 async def test_an_answered_request_has_the_scores_of_its_placement(
     start: Start, config: dict[str, Any]
 ) -> None:

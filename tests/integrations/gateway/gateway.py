@@ -48,7 +48,8 @@ async def running_picker(
     workers: Sequence[str], *, interval_s: float = 0.02, **config: Any
 ) -> AsyncIterator[Picker]:
     """A picker over these workers."""
-    given = {"workers": tuple(workers), "port": 0, "picker_port": 0, "drain_s": 0, **config}
+    given = {"workers": tuple(workers), "port": 0, "picker_port": 0, "drain_s": 0}
+    given |= {"drain_min_s": 0, **config}
     settings = PickerSettings(**given)
     balancer = Balancer(settings, interval_s=interval_s)
     await balancer.start()
