@@ -153,6 +153,19 @@ def fitted(messages: list[Json], plan: Plan, counts: Counter[str]) -> list[Json]
     return list(_with_sayable_answers(given, plan, counts))
 
 
+def with_descriptions(tools: list[Json] | None) -> list[Json] | None:
+    """Tools that all have a description, as some templates need one."""
+    return tools and [_described(tool) for tool in tools]
+
+
+def _described(tool: Json) -> Json:
+    function = tool.get("function", tool)
+    if function.get("description") is not None:
+        return tool
+    described = {**function, "description": ""}
+    return {**tool, "function": described} if "function" in tool else described
+
+
 def _with_text(message: Json, model: TemplateModel, counts: Counter[str]) -> Json:
     """A message whose list of texts is one text, where the template does not take it whole."""
     role = message["role"]

@@ -96,6 +96,7 @@ class TemplateModel:
     grows_by_turns: whether the prompt of a turn is the beginning of the next one's, where a user
         speaks between them.
     grows_in_loops: the same in a loop of tool calls.
+    needs_descriptions: whether it refuses a tool without a description.
     """
 
     first: Mapping[str, Place]
@@ -113,6 +114,7 @@ class TemplateModel:
     opening: Opening
     grows_by_turns: bool
     grows_in_loops: bool
+    needs_descriptions: bool = False
 
     def lines(self) -> list[tuple[str, str]]:
         """Its facts for a person: what it is about, and what was seen."""
@@ -168,7 +170,7 @@ Render = Callable[[list[Json], list[Json]], str]
 _WORDS = ("jelquin", "morvast", "tubriko", "sandovel", "hirtemo", "wexolin", "pradunk", "gostiva")
 _A, _B, _C, _D, _E, _THOUGHT, _TOOL, _ID = _WORDS
 _KEY, _KEY_2 = "tosquin", "velmarh"
-_TOOLS = [
+_TOOLS: list[Json] = [
     {
         "type": "function",
         "function": {
@@ -213,6 +215,7 @@ def observe(render: Render, thinking: Render | None = None) -> TemplateModel:
         opening=_opening(render, thinking),
         grows_by_turns=_grows(thinking, _turns()),
         grows_in_loops=_grows(thinking, _loop()),
+        needs_descriptions=_needs_descriptions(render),
     )
 
 
@@ -381,6 +384,14 @@ def _place_of_tools(render: Render) -> Tools:
     if at > text.find(_C):
         return Tools.LAST
     return Tools.FIRST if at < text.find(_A) else Tools.AFTER_SYSTEM
+
+
+def _needs_descriptions(render: Render) -> bool:
+    asked = [_said("user", _A)]
+    if _rendered(render, asked, _TOOLS) is None:
+        return False
+    bare = {**_TOOLS[0], "function": {**_TOOLS[0]["function"], "description": None}}
+    return _rendered(render, asked, [bare]) is None
 
 
 def _opening(render: Render, thinking: Render) -> Opening:

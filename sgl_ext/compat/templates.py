@@ -22,7 +22,15 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse
 from starlette.routing import Route
 
-from sgl_ext.compat.template_fitting import REASONING, Places, Plan, fitted, with_sayable_roles
+from sgl_ext.compat.broken_arguments import with_written_arguments
+from sgl_ext.compat.template_fitting import (
+    REASONING,
+    Places,
+    Plan,
+    fitted,
+    with_descriptions,
+    with_sayable_roles,
+)
 from sgl_ext.compat.template_model import (
     INSTRUCTIONS,
     Json,
@@ -108,11 +116,15 @@ def leave_instructions(original: Original, chat: ServingChat) -> bool:
 def fit_messages(original: Original, chat: ServingChat, messages: Any, **options: Any) -> Any:
     """Around `OpenAIServingChat._render_and_encode_chat_template`: gives the template messages of
     which it loses nothing."""
-    plan = installed().plans.get(chat)
+    plan, context = installed().plans.get(chat), current()
+    if context is not None:
+        messages = with_written_arguments(messages, context.body)
     if plan is not None:
         counts: Counter[str] = Counter()
         messages = fitted(messages, plan, counts)
         _count(counts)
+        if plan.model.needs_descriptions:
+            options["tools"] = with_descriptions(options.get("tools"))
     return original(chat, messages, **options)
 
 

@@ -11,12 +11,20 @@ from sgl_ext_cpu import front_end
 
 from sgl_ext.compat.templates import fit_messages, leave_instructions, make_plan, takes_thinking
 from sgl_ext.engine.core.request_context import RequestContext, entered
+from sgl_ext.engine.host_cache.chat_templates import compile_template
 from sgl_ext.engine.http.rendering import collecting, render_only
 from sgl_ext.engine.http.translation import convert_messages, model_of
 from sgl_ext.protocols.registry import of_path
 from sgl_ext.reading.rewriting import translate
 
 MESSAGES, CHAT, RESPONSES = "/v1/messages", "/v1/chat/completions", "/v1/responses"
+
+
+def _compile_as_an_engine() -> None:
+    """Templates are compiled with our hook from now on."""
+    utils = import_module("transformers.utils.chat_template_utils")
+    if not hasattr(utils._compile_jinja_template, "func"):
+        utils._compile_jinja_template = partial(compile_template, utils._compile_jinja_template)
 
 
 def _hooked(kind: Any, *, fits: bool) -> Any:
@@ -39,6 +47,7 @@ class FrontEnd:
 
     def __init__(self, template: str, reasoning: str = "qwen3", *, fits: bool = True) -> None:
         front_end.load()
+        _compile_as_an_engine()
         manager = front_end.Manager(front_end.bare_tokenizer(template), reasoning_parser=reasoning)
         with front_end.settings():
             made = front_end.make(manager, partial(_hooked, fits=fits))
@@ -51,10 +60,10 @@ class FrontEnd:
         """The prompt of a request. Raises ValueError for one that is refused."""
         entry = "sglang.srt.entrypoints"
         openai = import_module(f"{entry}.openai.protocol")
-        body = translate(of_path(path), body, model_of(self.chat)).body
+        sent, body = body, translate(of_path(path), body, model_of(self.chat)).body
         with (
             front_end.settings(),
-            entered(RequestContext(path=path)),
+            entered(RequestContext(path=path, body=sent)),
             collecting() as rendered,
         ):
             if path == RESPONSES:

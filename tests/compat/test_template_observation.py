@@ -52,6 +52,7 @@ def test_a_template_that_shows_everything_in_order() -> None:
         "opening": Opening.KEPT,
         "grows_by_turns": True,
         "grows_in_loops": True,
+        "needs_descriptions": False,
     }
 
 

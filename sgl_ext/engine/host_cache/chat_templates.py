@@ -20,6 +20,7 @@ from jinja2.compiler import CodeGenerator, Frame
 from jinja2.runtime import LoopContext
 from jinja2.utils import Namespace
 
+from sgl_ext.compat.broken_arguments import WrittenArguments
 from sgl_ext.engine.sglang_types import Original
 
 _OF_DICTS = frozenset(dir(dict))
@@ -102,10 +103,13 @@ def _quick_getattr(environment: Any) -> Callable[[Any, str], Any]:
 
 
 def _quick_json(original: Callable[..., str]) -> Callable[..., str]:
-    """The filter `tojson`, which makes an encoder for each value."""
+    """The filter `tojson`, which makes an encoder for each value. Arguments of a call that are no
+    object are what the model wrote."""
     encode = json.JSONEncoder(ensure_ascii=False).encode
 
     def quick(value: Any, *args: Any, **options: Any) -> str:
+        if type(value) is WrittenArguments:
+            return value.text
         return original(value, *args, **options) if args or options else encode(value)
 
     return quick
