@@ -42,7 +42,7 @@ from sgl_ext.limits.byte_account import ByteAccount
 from sgl_ext.membership.member import Membership
 from sgl_ext.reading.strip import HeaderStrip
 from sgl_ext.settings.reloading import LiveSettings
-from sgl_ext.settings.schema import BalancerSettings
+from sgl_ext.settings.schema import OFF, BalancerSettings
 from sgl_ext.tenants import Tenants
 
 # The latest requests of all processes, if there is no request log.
@@ -126,7 +126,7 @@ class Parts:
             prefixes=prefixes,
         )
         router.attempts.speeds.learns = config.learn_speeds
-        router.lists_others = config.request_log is not None
+        router.lists_others = config.request_log not in (None, OFF)
         router.hashes_sessions = config.hash_sessions
         self._admission_queue = AdmissionQueue(
             router,
@@ -281,7 +281,7 @@ class Parts:
         self._admission_queue.change(
             config.queue_limit, config.queue_timeout_s, config.aging_s, config.agent_hold_s
         )
-        self._request_log.change_limit(config.request_log_limit_bytes)
+        self._request_log.change(config.request_log_limit_bytes, config.request_log_age_s)
         self.config = config
         self._heads.clear()  # heads have their tenants' cache groups
 
@@ -326,7 +326,8 @@ def _label(tenants: Tenants, key_file: KeyFileReloader | None, tenant: str) -> s
 
 
 def _open_log(config: BalancerSettings, metrics: Metrics) -> LineFile | None:
-    if config.request_log is None:
+    if config.request_log in (None, OFF):
         return None
     check_file(config.request_log)
-    return LineFile(Path(config.request_log), config.request_log_limit_bytes, metrics)
+    limit_bytes, age_s = config.request_log_limit_bytes, config.request_log_age_s
+    return LineFile(Path(config.request_log), limit_bytes, metrics, age_s)

@@ -14,7 +14,8 @@ from urllib.parse import quote
 import typer
 
 from sgl_ext.cli.node import HERE, KEY_VARIABLE, Json, Key, NodeError, Url, UsageError, node_at
-from sgl_ext.cli.show import console, print_json, print_record, table, warn
+from sgl_ext.cli.show import console, plain, print_json, print_record, table, warn
+from sgl_ext.doctor.requests import sentence
 
 _EXPLAIN = "/sgl_ext/explain"
 _PAST = "/sgl_ext/requests"
@@ -85,7 +86,10 @@ def explain(
 
 def _print_explanation(document: dict[str, Any]) -> None:
     """Prints the values, and a table of what each engine would have cost, without empty columns."""
-    workers = document.pop("workers", None) or []
+    workers = document.get("workers") or []
+    if "outcome" in document:  # a past one
+        console().print(plain(sentence(document)) + ".\n")
+    document.pop("workers", None)
     if "time" in document:
         document["time"] = datetime.fromtimestamp(document["time"]).isoformat(" ", "seconds")
     print_record(document)

@@ -1,6 +1,6 @@
 """Shows where prompts diverge from earlier ones, by a request log or a running balancer.
 
-    sgl-ext doctor .run/requests.log
+    sgl-ext doctor .run/requests.jsonl
     sgl-ext doctor --url http://127.0.0.1:30000
     sgl-ext doctor compare before.log after.log
 

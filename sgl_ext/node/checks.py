@@ -10,7 +10,7 @@ from contextlib import suppress
 from difflib import get_close_matches
 from pathlib import Path
 
-from sgl_ext.node.children import store_of
+from sgl_ext.node.children import request_log_of, store_of
 from sgl_ext.node.flags import check_addresses, check_flags, values_of
 from sgl_ext.node.hardware import (
     CPU_PLATFORM,
@@ -20,7 +20,7 @@ from sgl_ext.node.hardware import (
     gpus_of_engine,
 )
 from sgl_ext.process import make_folder, remove_stale
-from sgl_ext.settings.schema import IN_MEMORY, LEAST_TIER_BYTES, LaunchSettings, SettingsError
+from sgl_ext.settings.schema import IN_MEMORY, LEAST_TIER_BYTES, OFF, LaunchSettings, SettingsError
 from sgl_ext.settings.shared_tier import FOLDER_VARIABLE, OWN_FLAGS
 from sgl_ext.settings.sources import launch_flags
 from sgl_ext.sizing.model import SizingError, model_folder, read_config, weight_bytes
@@ -169,8 +169,10 @@ def check_disks(settings: LaunchSettings) -> str:
     """
     balancer, children = settings.balancer, settings.instances + 2
     wanted = [("log_dir", settings.log_dir, settings.log_limit_bytes * children)]
-    if balancer.request_log is not None:
-        wanted.append(("request_log", balancer.request_log, balancer.request_log_limit_bytes))
+    if (request_log := request_log_of(settings)) != OFF:
+        is_beside_logs = Path(request_log).parent == Path(settings.log_dir)
+        named = ("log_dir", settings.log_dir) if is_beside_logs else ("request_log", request_log)
+        wanted.append((*named, balancer.request_log_limit_bytes))
     store = store_of(settings)
     if balancer.store_limit_bytes and store != IN_MEMORY and ":" not in store:
         is_beside_logs = Path(store).parent == Path(settings.log_dir)

@@ -60,7 +60,7 @@ def served_model(settings: LaunchSettings) -> str:
     return given[-1] if given else settings.model_name
 
 
-_STORE = "store.sqlite"
+_STORE, _REQUEST_LOG = "store.sqlite", "requests.jsonl"
 _ENGINES = "engines.json"
 # systemd sets it to the unit's StateDirectory, or several.
 _STATE_FOLDERS = "STATE_DIRECTORY"
@@ -71,6 +71,11 @@ def store_of(settings: LaunchSettings, environ: Mapping[str, str] = os.environ) 
     StateDirectory, or else beside the logs."""
     folder = environ.get(_STATE_FOLDERS, "").partition(":")[0] or settings.log_dir
     return settings.balancer.store or str(Path(folder) / _STORE)
+
+
+def request_log_of(settings: LaunchSettings) -> str:
+    """Where the request log is: where the settings say, or else beside the other logs."""
+    return settings.balancer.request_log or str(Path(settings.log_dir) / _REQUEST_LOG)
 
 
 class EngineList:
@@ -136,6 +141,7 @@ def make_children(
     balancer = replace(
         balancer,
         store=store,
+        request_log=request_log_of(settings),
         workers_from=(source, *balancer.workers_from),
         launcher_socket=socket and str(socket),
         changed_settings=str(changes_path(logs)),

@@ -126,6 +126,8 @@ ANY_ADAPTER = "*"
 """Given as a tenant's adapters: it may use every one."""
 IN_MEMORY = ":memory:"
 """Given as `store`: responses and contexts are lost when the balancer ends."""
+OFF = "off"
+"""Given as `request_log`: there is none."""
 HINTED = ("tenant", "agent", "harness", "model")
 """What default hints can be of, in the order in which they win."""
 # Someone may have put a secret itself where its source belongs.
@@ -302,10 +304,18 @@ class BalancerSettings(RequestSettings, frozen=True, kw_only=True):
         OPENED,
         "Least important lines of the balancer's, the launcher's and the engines' logs.",
     ] = "info"
-    request_log: Annotated[File | None, OPENED, "Log with a line of JSON for each request."] = None
+    request_log: Annotated[
+        File | None,
+        OPENED,
+        "Log with a line of JSON for each request; off: none. The launcher's default is "
+        "requests.jsonl in log-dir. See reference/events.md.",
+    ] = None
     request_log_limit_bytes: Annotated[
         LogBytes, RELOADS, "Largest size of the request log and its predecessor, FILE.1, together."
-    ] = 1 << 30
+    ] = 256 * MIB
+    request_log_age_s: Annotated[
+        PositiveSeconds, RELOADS, "Longest time for which a line of the request log is kept."
+    ] = 604_800.0
     hash_sessions: Annotated[
         bool,
         OPENED,
@@ -319,7 +329,9 @@ class BalancerSettings(RequestSettings, frozen=True, kw_only=True):
     trace_share: Annotated[
         Share, OPENED, "Share of requests whose spans are exported, if their client does not say."
     ] = 1.0
-    diagnose: Annotated[bool, "Find where prompts diverge; a request log does, too."] = False
+    diagnose: Annotated[
+        bool, "Remember recent prompts, so that the doctor can tell what changes in them."
+    ] = False
     store: Annotated[
         Store | None,
         OPENED,

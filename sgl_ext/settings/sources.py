@@ -84,8 +84,8 @@ GROUPS: Mapping[str, Sequence[str]] = {
     ),
     "Logs, traces and the store": (
         *("log_dir", "log_limit_bytes", "log_format", "log_level", "request_log"),
-        *("request_log_limit_bytes", "hash_sessions", "diagnose", "otlp_endpoint"),
-        *("trace_share", "store", "store_limit_bytes", "response_ttl_s"),
+        *("request_log_limit_bytes", "request_log_age_s", "hash_sessions", "diagnose"),
+        *("otlp_endpoint", "trace_share", "store", "store_limit_bytes", "response_ttl_s"),
     ),
     "Several machines": (
         *("workers_from", "ray_address", "ray_fleet", "ray_drain_s", "ray_keep_engines"),

@@ -112,6 +112,7 @@ _USED: dict[str, tuple[Any, Callable[[Balancer], Any]]] = {
     "queue_timeout_s": (9.0, lambda b: b._services.admission_queue.timeout_s),
     "drain_s": (1.0, lambda b: b._config.drain_s),
     "drain_min_s": (0.5, lambda b: b._config.drain_min_s),
+    "request_log_age_s": (60.0, lambda b: b._parts._request_log._lines._age_s),  # type: ignore[union-attr]
     "request_log_limit_bytes": (2 << 20, lambda b: b._parts._request_log._lines._file_bytes * 2),  # type: ignore[union-attr]
     "response_ttl_s": (60.0, lambda b: b._services.bodies.conversations.response_ttl_s),
 }

@@ -11,6 +11,11 @@ DELETE /v1/pins?prefix=HASH                     deletes pins at every engine; al
 GET    /sgl_ext/divergences                     where prompts diverge from earlier ones
 POST   /sgl_ext/explain/v1/messages             where this request would go, and why; every path
                                                 whose requests are placed
+GET    /sgl_ext/requests                        past requests, the latest first, with what took
+                                                each its time: `doctor/requests.py`. Any of
+                                                ?session=BEGIN, &tenant=NAME, &id=BEGIN, &limit=N,
+                                                &status=529, 5xx, errors or refused, &since=SECONDS
+                                                ago, or &after=TIME; &slow=1: the slowest first
 GET    /sgl_ext/requests/ID                     the request log's line of the latest request with
                                                 this id; without a request log, of the latest
                                                 requests. 404 if there is none
@@ -31,8 +36,9 @@ null or text, "engines": [{"name", "state": "waiting" | "draining" | "stopping" 
 """
 
 import asyncio
+import re
 import time
-from collections.abc import Awaitable, Sequence
+from collections.abc import Awaitable, Mapping, Sequence
 from http import HTTPStatus
 from typing import Any
 
@@ -49,6 +55,7 @@ from sgl_ext.balancer.routing.router import explain
 from sgl_ext.balancer.routing.worker import Worker
 from sgl_ext.balancer.routing.worker_probes import WorkerProbes
 from sgl_ext.balancer.routing.workers import MOST_ADDED
+from sgl_ext.doctor.requests import MOST_ROWS, STATUS, Search
 from sgl_ext.protocols import routes
 from sgl_ext.protocols.errors import BalancerError, no_engine
 from sgl_ext.protocols.request_ids import is_valid_id
@@ -278,6 +285,50 @@ async def show_request(request: web.Request) -> web.Response:
     return web.Response(body=line, content_type="application/json")
 
 
+_MOST_DIGITS = 20
+_NUMBER = re.compile(r"[0-9]+(\.[0-9]+)?")
+
+
+async def find_requests(request: web.Request) -> web.Response:
+    try:
+        found = await request.app[SERVICES].request_log.search(_search(request.query, time.time()))
+    except OSError as error:
+        message = f"The request log cannot be read: {error.strerror}."
+        raise BalancerError(HTTPStatus.SERVICE_UNAVAILABLE, message) from None
+    headers = {"cache-control": "no-store"}
+    return web.Response(body=orjson.dumps(found), content_type="application/json", headers=headers)
+
+
+def _search(query: Mapping[str, str], now_s: float) -> Search:
+    """The search that a query states. Raises BalancerError 400."""
+    status = query.get("status", "")
+    if status and not STATUS.fullmatch(status):
+        message = (
+            f"status: must be a status, a class such as 5xx, errors or refused, not {status!r}"
+        )
+        raise BalancerError(HTTPStatus.BAD_REQUEST, message)
+    since_s = _number(query, "since", 0.0)
+    limit = min(max(int(_number(query, "limit", 100)), 1), MOST_ROWS)
+    return Search(
+        query.get("session", ""),
+        query.get("tenant"),
+        status,
+        now_s - since_s if since_s else _number(query, "after", 0.0),
+        query.get("id", ""),
+        query.get("slow") == "1",
+        limit,
+    )
+
+
+def _number(query: Mapping[str, str], name: str, usual: float) -> float:
+    text = query.get(name, "")
+    if not text:
+        return usual
+    if len(text) > _MOST_DIGITS or not _NUMBER.fullmatch(text):
+        raise BalancerError(HTTPStatus.BAD_REQUEST, f"{name}: must be a number, not {text!r}")
+    return float(text)
+
+
 _RESTART = "/sgl_ext/restart"
 
 
@@ -315,5 +366,6 @@ OPERATION_ROUTES = (
     web.route("POST", _RELOAD, reload),
     web.route("POST", _RESTART, restart),
     web.route("GET", _RESTART, show_restart),
+    web.route("GET", "/sgl_ext/requests", find_requests),
     web.get("/sgl_ext/requests/{id:.+}", show_request, allow_head=False),
 )

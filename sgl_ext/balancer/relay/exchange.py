@@ -358,6 +358,7 @@ class Exchange:
     _is_answered = False  # the whole response to this attempt has arrived
     _wait_reason = ""
     _queued_s = 0.0
+    _prefix_s = 0.0  # of these it waited for a prefix
     _lost = 0  # attempts that were sent to a worker that failed
     _is_run = False  # whether a scheduler runs it
     _on_trial = False
@@ -578,7 +579,9 @@ class Exchange:
             )
         if attempt.waits_for_prefix(partial(self._prefix_computed, attempt)):
             self._wait_reason = "prefix"
+            began_s = time.perf_counter()
             await self._news()
+            self._prefix_s += time.perf_counter() - began_s
         return attempt
 
     async def _trial(self) -> None:
@@ -1275,7 +1278,7 @@ class Exchange:
         ended = ended_request(
             Name(self._request_id, self._trace_id, self._head.route.label),
             End(time.time(), status, outcome, error, usage, error_type(body) if body else None),
-            Course(self._queued_s, self._ttft_s, total_s, self._attempts),
+            Course(self._queued_s, self._ttft_s, total_s, self._attempts, self._prefix_s),
             self.routing,
             self._last_attempt,
             Finding(

@@ -1,13 +1,15 @@
 """Counts every answered request, and keeps what became of each request, answered or not.
 
-With `--request-log FILE` that is a line of JSON in a file, which all processes of a
-balancer share. Without it the latest requests are remembered: by each process itself, and for
-the others in a small file in the folder that they share. A line says of one request:
+With a request log, which a node has unless it is `off`, that is a line of JSON in a file, which all
+processes of a balancer share. Without it the latest requests are remembered: by each process
+itself, and for the others in a small file in the folder that they share. A line says of one
+request:
 
     {"id", "trace", "time", "route", "status", "outcome", "error", "error_type", "worker", "reason",
      "workers", "tenant", "harness", "client", "moved_lines", "model", "session", "prefix_hash",
      "tools_hash", "tools_count", "segments", "prompt_tokens", "predicted_tokens",
-     "expected_tokens", "reported_tokens", "counted_tokens", "output_tokens", "queue_ms", "ttft_ms",
+     "expected_tokens", "reported_tokens", "counted_tokens", "output_tokens", "queue_ms",
+     "prefix_ms", "ttft_ms",
      "total_ms", "attempts", "divergence", "saved_bytes"}
 
 `outcome` is one of `Outcome`. `workers` are those that it could have gone to at its last attempt,
@@ -15,7 +17,9 @@ the cheapest first, at most MOST_WORKERS of them, with their costs as `explain` 
 `predicted_tokens` counts the prompt tokens that the engine was known to have cached.
 `expected_tokens` adds those that another request was still computing there. `reported_tokens`,
 `counted_tokens` and `output_tokens` are the engine's own: read from its cache, in the whole
-prompt, and generated. `prefix_hash` is
+prompt, and generated. `queue_ms` is the whole time until the request was sent, if it had to wait;
+`prefix_ms` is the part of it in which another request computed a prefix that this one needs.
+`prefix_hash` is
 equal for prompts of a tenant and a model that have the same tools and instructions in the same
 order, `tools_hash` for those with the same tools; both are null if there are none. `divergence`
 is null unless the prompt diverges from an earlier one (docs/guide/doctor.md). `saved_bytes` is what
@@ -27,8 +31,9 @@ the client did not send because its request named what is stored.
 
 A `LineFile` is written by a thread: adding a line never waits. Lines wait in memory, within a
 bound, until they are written; a write that failed is made again. What exceeds the bound is dropped
-and counted. When the file would grow beyond half of its limit, it becomes FILE.1, in place of the
-one before, and a new file begins.
+and counted. When the file would grow beyond half of its limit, or its first line is older than half
+of the longest age, it becomes FILE.1, in place of the one before, and a new file begins. A FILE.1
+whose last line is too old is deleted.
 
 A search reads the files backwards, as those who look for a request mostly look for a late one.
 Blocks are small, so that a search in a thread leaves the interpreter to others between them.
@@ -38,12 +43,15 @@ import asyncio
 import fcntl
 import logging
 import os
+import re
 import stat
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from enum import StrEnum
+from itertools import chain
+from math import inf
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -56,6 +64,7 @@ from sgl_ext.balancer.reporting.activity import Activity
 from sgl_ext.balancer.reporting.diagnosis import DivergenceDetector, PromptDiagnosis
 from sgl_ext.balancer.routing.routing_request import RoutingRequest
 from sgl_ext.balancer.routing.worker import Attempt
+from sgl_ext.doctor.requests import Search
 from sgl_ext.reading.client import NO_FACTS, ClientFacts
 from sgl_ext.reading.usage import Usage
 from sgl_ext.settings.schema import SettingsError
@@ -116,6 +125,7 @@ class EndedRequest(msgspec.Struct, frozen=True, gc=False):
     facts: ClientFacts = NO_FACTS
     saved_bytes: int = 0
     moved: Mapping[str, int] = {}
+    prefix_s: float = 0.0
 
 
 class Name(NamedTuple):
@@ -138,12 +148,16 @@ class End(NamedTuple):
 
 
 class Course(NamedTuple):
-    """How long a request took, and how often it was sent to a worker."""
+    """How long a request took, and how often it was sent to a worker.
+
+    prefix_s: the part of `queued_s` in which another request computed a prefix that this one needs.
+    """
 
     queued_s: float
     ttft_s: float
     total_s: float
     attempts: int
+    prefix_s: float = 0.0
 
 
 class Finding(NamedTuple):
@@ -174,8 +188,8 @@ def ended_request(
         predicted_tokens, expected_tokens = attempt.predicted_tokens, attempt.expected_tokens
         if len(considered) > MOST_WORKERS:
             considered = _cheapest(considered, worker, routing.prompt_tokens, reason)
-    chain = routing.chain
-    hashes, head, tools = chain.hashes, chain.head_segments, chain.tool_segments
+    segments = routing.chain
+    hashes, head, tools = segments.hashes, segments.head_segments, segments.tool_segments
     return EndedRequest(
         name.request_id,
         name.trace,
@@ -193,7 +207,7 @@ def ended_request(
         routing.session_name,
         hashes[head - 1] if head else None,
         hashes[tools - 1] if tools else None,
-        chain.tools,
+        segments.tools,
         len(hashes),
         routing.prompt_tokens,
         predicted_tokens,
@@ -206,6 +220,7 @@ def ended_request(
         finding.facts,
         finding.saved_bytes,
         finding.moved,
+        course.prefix_s,
     )
 
 
@@ -246,6 +261,7 @@ def as_line(ended: EndedRequest) -> bytes:
         "counted_tokens": None if usage is None else usage.prompt_tokens,
         "output_tokens": None if usage is None else usage.output_tokens,
         "queue_ms": int(ended.queued_s * 1e6) / 1e3,
+        "prefix_ms": int(ended.prefix_s * 1e6) / 1e3,
         "ttft_ms": int(ended.ttft_s * 1e6) / 1e3,
         "total_ms": int(ended.total_s * 1e6) / 1e3,
         "attempts": ended.attempts,
@@ -302,7 +318,12 @@ def _hex(number: int | None) -> str | None:
 log = logging.getLogger(__name__)
 
 BUFFER_BYTES = 8 << 20
+TIME = re.compile(rb'"time":([0-9]{1,12}(?:\.[0-9]{1,9})?),')
+"""When the request of a line ended."""
+_HEAD_BYTES = 1024
 _CLOSE_S = 2.0
+# How often the ages of the files are looked at.
+_LOOK_S = 60.0
 
 
 def check_file(path: str) -> None:
@@ -317,11 +338,21 @@ class LineFile:
     """The lines of one process. Those that were lost are counted.
 
     limit_bytes: the largest size of the file and its predecessor together.
+    age_s: the longest time for which a line is kept. clock: by which lines state their time.
     """
 
-    def __init__(self, path: Path, limit_bytes: int, metrics: Metrics) -> None:
+    def __init__(
+        self,
+        path: Path,
+        limit_bytes: int,
+        metrics: Metrics,
+        age_s: float = inf,
+        clock: Callable[[], float] = time.time,
+    ) -> None:
         self._path = path
-        self.change_limit(limit_bytes)
+        self._clock = clock
+        self._looked_s = -inf
+        self.change(limit_bytes, age_s)
         self._dropped = metrics.request_log_dropped_lines
         self._lines: list[bytes] = []
         self._bytes = 0
@@ -329,8 +360,10 @@ class LineFile:
         metrics.tables.add("request_log_lines", size, limit, "bytes")
         self._writing: asyncio.Future[None] | None = None
 
-    def change_limit(self, limit_bytes: int) -> None:
-        """Changes the largest size. A file that is larger is replaced at its next write."""
+    def change(self, limit_bytes: int, age_s: float = inf) -> None:
+        """Changes the largest size and the longest age. A file that is larger is replaced at its
+        next write, and what is older within a minute."""
+        self._age_s = age_s
         self._file_bytes = limit_bytes // 2
         self._buffer_bytes = min(BUFFER_BYTES, self._file_bytes)
 
@@ -347,6 +380,11 @@ class LineFile:
         """The file and its predecessor."""
         return self._path, Path(f"{self._path}.1")
 
+    @property
+    def waiting(self) -> Sequence[bytes]:
+        """The lines that are not written yet."""
+        return tuple(self._lines)
+
     def find_waiting(self, start: bytes) -> bytes | None:
         """The last line that begins so and is not written yet."""
         return next((line for line in reversed(self._lines) if line.startswith(start)), None)
@@ -358,6 +396,24 @@ class LineFile:
         if self._writing is not None:
             # Shielded, so that no line is written twice.
             await asyncio.shield(self._writing)
+        now_s = self._clock()
+        if self._age_s < inf and not 0 <= now_s - self._looked_s < _LOOK_S:
+            self._looked_s = now_s
+            await asyncio.to_thread(self.expire, now_s)
+
+    def expire(self, now_s: float) -> None:
+        """Deletes the predecessor if its first line is too old, and puts the file in its place if
+        its own first line is half as old. It waits for the disk. Raises OSError."""
+        _, earlier = self.paths
+        if now_s - _begin_s(earlier) > self._age_s:
+            earlier.unlink(missing_ok=True)
+        if now_s - _begin_s(self._path) > self._age_s / 2:
+            file = open_locked(self._path)
+            try:
+                if now_s - _begin_s(self._path) > self._age_s / 2:  # no other process was first
+                    self._path.replace(earlier)
+            finally:
+                os.close(file)
 
     async def _write(self, lines: Sequence[bytes]) -> None:
         try:
@@ -407,6 +463,16 @@ class LineFile:
                 os.close(file)
 
 
+def _begin_s(path: Path) -> float:
+    """The time of a log's first line; infinite if it has none that says it."""
+    try:
+        with path.open("rb") as file:
+            found = TIME.search(file.read(_HEAD_BYTES))
+    except FileNotFoundError:
+        return inf
+    return float(found[1]) if found else inf
+
+
 def open_locked(path: Path) -> int:
     """Opens a file to append to it, made if there is none, and locked until it is closed."""
     path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -432,6 +498,29 @@ _MAX_LINE_BYTES = 64 * 1024
 
 class SearchTooLong(Exception):
     """The time is over, and the line was not found."""
+
+
+def lines_backwards(paths: Sequence[Path]) -> Iterator[bytes]:
+    """The whole lines of the files, the last one of the first file first. It opens all files at
+    once, so that none is renamed between two. A line that is too long ends its file."""
+    with ExitStack() as stack:
+        files = []
+        for path in paths:
+            with suppress(FileNotFoundError):
+                files.append(os.open(path, os.O_RDONLY | os.O_NONBLOCK))
+                stack.callback(os.close, files[-1])
+        for file in files:
+            end, rest, is_first = os.fstat(file).st_size, b"", True
+            while end > 0 and len(rest) <= _MAX_LINE_BYTES:
+                begin = max(end - _BLOCK_BYTES, 0)
+                rest, *lines = (os.pread(file, end - begin, begin) + rest).split(b"\n")
+                if lines and is_first:  # what follows the last line feed may not be written yet
+                    del lines[-1]
+                    is_first = False
+                yield from reversed(lines)
+                end = begin
+            if end == 0 and rest and not is_first:
+                yield rest
 
 
 def find_last_line(
@@ -566,10 +655,26 @@ class RequestLog:
             if lines is not None:
                 await lines.write()
 
-    def change_limit(self, limit_bytes: int) -> None:
-        """Changes the largest size of the log."""
+    def change(self, limit_bytes: int, age_s: float) -> None:
+        """Changes the largest size and the longest age of the log."""
         if self._lines is not None:
-            self._lines.change_limit(limit_bytes)
+            self._lines.change(limit_bytes, age_s)
+
+    async def search(self, search: Search) -> dict[str, Any]:
+        """What a search finds, among the lines of all processes but those of others that are not
+        written yet. Raises OSError."""
+        lines = self._lines or self._shared
+        waiting = () if lines is None else lines.waiting
+        kept = len(self._remembered) if lines is None else self._unshared
+        remembered = list(self._remembered)[max(len(self._remembered) - kept, 0) :]
+        now = chain(map(as_line, reversed(remembered)), reversed(waiting))
+        paths = () if lines is None else lines.paths
+        async with self._searches:  # one at a time
+            deadline_s = time.monotonic() + _SEARCH_S
+            written = lines_backwards(paths)
+            return await asyncio.to_thread(
+                search.run, chain(now, written), deadline_s, time.monotonic
+            )
 
     async def close(self) -> None:
         """Writes what waits, if that is soon."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +30,7 @@ from sgl_ext.balancer.reporting.request_log import (
 )
 from sgl_ext.balancer.routing.routing_request import NO_ROUTING
 from sgl_ext.balancer.routing.worker import Attempt
+from sgl_ext.doctor.requests import Search
 from tests.balancer.conftest import Engine, Start
 from tests.balancer.test_routing import until
 from tests.balancer.workers import workers_at
@@ -249,3 +251,71 @@ def test_of_many_workers_the_chosen_and_the_cheapest_are_kept() -> None:
     rows = orjson.loads(as_line(kept))["workers"]
     assert len(rows) == MOST_WORKERS
     assert [row["name"] for row in rows] == [*(f"w{n}" for n in range(7)), worker.id]
+
+
+async def found(client: ClientSession, **query: str) -> dict[str, Any]:
+    async with client.get("/sgl_ext/requests", params=query) as answer:
+        text = await answer.text()
+        assert (answer.status, SECRET not in text) == (200, True)
+        return dict(orjson.loads(text))
+
+
+async def test_requests_are_listed_at_once_and_say_what_took_their_time(
+    start: Start, config: dict[str, Any]
+) -> None:
+    client = await start(Engine("a"), **config)
+    for number in range(3):
+        headers = {"x-request-id": f"r{number}", "x-session-id": f"s{number % 2}"}
+        assert (await client.post(CHAT, json=SAID, headers=headers)).status == 200
+    everything = await found(client)
+    assert [row["id"] for row in everything["requests"]] == ["r2", "r1", "r0"]
+    assert everything["groups"] == []
+    (row,) = (await found(client, session="s1"))["requests"]
+    assert row["id"] == "r1"
+    assert row["sentence"].startswith("waited 0 ms in the queue and 0 ms behind a prefill; ")
+
+
+async def test_who_was_refused_is_listed_with_the_reason(
+    start: Start, config: dict[str, Any]
+) -> None:
+    client = await start(**config)
+    assert await post(client, "none", path="/v1/messages") == 529
+    refused = await found(client, status="refused", since="300")
+    assert refused["requests"][0]["sentence"].endswith(": No engine is ready")
+    assert refused["groups"] == [
+        {"tenant": "", "status": 529, "outcome": "rejected", "error": "No engine is ready."}
+        | {"requests": 1}
+    ]
+    assert (await found(client, status="200"))["requests"] == []
+
+
+@pytest.mark.parametrize(
+    "query", ["status=sometimes", "status=600", "since=soon", "limit=1e3", "after=" + "9" * 30]
+)
+async def test_a_wrong_search_is_refused_by_name(start: Start, query: str) -> None:
+    client = await start(Engine("a"))
+    answer = await client.get(f"/sgl_ext/requests?{query}")
+    assert answer.status == 400
+    name = query.partition("=")[0]
+    assert (await answer.json())["error"]["message"].startswith(f"{name}: must be ")
+
+
+async def test_a_list_of_several_processes_has_each_request_once(tmp_path: Path) -> None:
+    logs = []
+    for _ in range(2):
+        file = LineFile(tmp_path / "requests", 1 << 20, Metrics())
+        logs.append(RequestLog(Metrics(), Activity(0.0), None, shared=file))
+    for number, log in enumerate(logs):
+        log.keep(ended(f"{number}"))
+        await log.write()
+        log.keep(ended(f"more {number}"))
+    names = [row["id"] for row in (await logs[0].search(Search()))["requests"]]
+    assert sorted(names) == ["0", "1", "more 0"]
+
+
+async def test_off_is_no_log(start: Start, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    client = await start(Engine("a"), request_log="off")
+    assert await post(client, "x") == 200
+    assert (await fate(client, "x"))["id"] == "x"
+    assert os.listdir() == []

@@ -160,3 +160,34 @@ async def test_a_log_can_be_closed_in_the_moment_in_which_its_lines_are_written(
     ended = asyncio.ensure_future(file.close())  # runs just after the lines are written
     await asyncio.gather(writing, ended)
     assert file.find_waiting(b"x") is None
+
+
+def line_at(time_s: float) -> bytes:
+    return b'{"id":"x","trace":"","time":%d.5,"route":"/"}\n' % time_s
+
+
+async def test_lines_are_not_kept_longer_than_their_age(tmp_path: Path) -> None:
+    path, now_s = tmp_path / "log", [1000.0]
+    file = LineFile(path, LIMIT, Metrics(), 600.0, lambda: now_s[0])
+    kept: dict[int, list[int]] = {}
+    for time_s in range(1000, 3000, 60):
+        now_s[0] = time_s
+        if time_s < 2000:
+            file.add(line_at(time_s))
+        await file.write()
+        text = b"".join(each.read_bytes() for each in reversed(file.paths) if each.exists())
+        kept[time_s] = [int(line.split(b'"time":')[1][:4]) for line in text.splitlines()]
+    for time_s, times in kept.items():
+        assert all(each > time_s - 600 - 60 for each in times)
+        wanted = [each for each in range(1000, min(time_s + 1, 2000), 60) if each > time_s - 240]
+        assert times[len(times) - len(wanted) :] == wanted
+    assert not any(each.exists() for each in file.paths), "nothing is left of an idle node's"
+
+
+async def test_a_file_whose_lines_say_no_time_stays(tmp_path: Path) -> None:
+    path = tmp_path / "log"
+    file = LineFile(path, LIMIT, Metrics(), 600.0, lambda: 1e9)
+    file.add(b"x\n")
+    await file.write()
+    file.expire(2e9)
+    assert path.read_bytes() == b"x\n"

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from sgl_ext.balancer.reporting import request_log
-from sgl_ext.balancer.reporting.request_log import SearchTooLong, find_last_line
+from sgl_ext.balancer.reporting.request_log import SearchTooLong, find_last_line, lines_backwards
 
 MANY = 4000
 
@@ -64,3 +64,17 @@ def test_a_search_ends_in_time(files: list[Path], monkeypatch: pytest.MonkeyPatc
     with pytest.raises(SearchTooLong):
         find_last_line(files, b'{"id":"none",', 3.0, lambda: float(next(now_s)))
     assert next(now_s) == 5
+
+
+@pytest.mark.parametrize("block_bytes", [7, 97, 1 << 18])
+def test_lines_are_read_backwards(
+    files: list[Path], block_bytes: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(request_log, "_BLOCK_BYTES", block_bytes)
+    assert list(lines_backwards(files)) == []
+    lines = [line_of(number, "y" * (number % 50)) for number in range(60)]
+    files[1].write_bytes(b"\n".join([*lines[:30], b""]))
+    files[0].write_bytes(b"\n".join([*lines[30:], b'{"id":"not yet']))
+    assert list(lines_backwards(files)) == lines[::-1]
+    files[0].write_bytes(b'{"id":"not yet')
+    assert list(lines_backwards(files)) == lines[29::-1]
