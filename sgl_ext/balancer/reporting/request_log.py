@@ -9,8 +9,7 @@ request:
      "workers", "tenant", "harness", "client", "moved_lines", "model", "session", "prefix_hash",
      "tools_hash", "tools_count", "segments", "prompt_tokens", "predicted_tokens",
      "expected_tokens", "reported_tokens", "counted_tokens", "output_tokens", "queue_ms",
-     "prefix_ms", "ttft_ms",
-     "total_ms", "attempts", "divergence", "saved_bytes"}
+     "prefix_ms", "ttft_ms", "total_ms", "attempts", "divergence", "saved_bytes"}
 
 `outcome` is one of `Outcome`. `workers` are those that it could have gone to at its last attempt,
 the cheapest first, at most MOST_WORKERS of them, with their costs as `explain` shows them.
@@ -19,11 +18,10 @@ the cheapest first, at most MOST_WORKERS of them, with their costs as `explain` 
 `counted_tokens` and `output_tokens` are the engine's own: read from its cache, in the whole
 prompt, and generated. `queue_ms` is the whole time until the request was sent, if it had to wait;
 `prefix_ms` is the part of it in which another request computed a prefix that this one needs.
-`prefix_hash` is
-equal for prompts of a tenant and a model that have the same tools and instructions in the same
-order, `tools_hash` for those with the same tools; both are null if there are none. `divergence`
-is null unless the prompt diverges from an earlier one (docs/guide/doctor.md). `saved_bytes` is what
-the client did not send because its request named what is stored.
+`prefix_hash` is equal for prompts of a tenant and a model that have the same tools and instructions
+in the same order, `tools_hash` for those with the same tools; both are null if there are none.
+`divergence` is null unless the prompt diverges from an earlier one (docs/guide/doctor.md).
+`saved_bytes` is what the client did not send because its request named what is stored.
 
 `harness` and `client` are what the client says about itself (`reading/client.py`).
 `session` is the id that the client states, and after a slash that of its sub-agent, or a hash
