@@ -232,7 +232,7 @@ class RateLimits:
 
     def lease(self, tenant: str, tokens: int) -> Coroutine[None, None, None] | None:
         """What to await before `admit`, None if that can be called at once. It leases what the
-        request lacks, and raises nothing."""
+        request lacks, and raises nothing. Call this again after it."""
         if self.state is None or self._is_alone or not self.charges(tenant):
             return None
         now_s = self.clock()

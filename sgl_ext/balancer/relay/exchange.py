@@ -535,8 +535,8 @@ class Exchange:
         """Charges the request's tenant for what it claims of an engine, until its cost is known."""
         limits, tenant = self._services.rate_limits, self._head.tenant
         claimed_tokens = self.routing.prompt_tokens + self.routing.output_tokens
-        lease = limits.lease(tenant, claimed_tokens)
-        if lease is not None:
+        # What was leased may be put back, or taken by another request, before this one goes on.
+        while (lease := limits.lease(tenant, claimed_tokens)) is not None:
             await self._done(lease)
         charge = limits.admit(tenant, claimed_tokens)
         self._preparation = structs.replace(self._preparation, charge=charge)

@@ -109,7 +109,7 @@ class PostgresServer:
         self.address = address
         self._connections = connections
         self.options: dict[str, Any] = {
-            "connect_timeout": 2,
+            "connect_timeout": round(WAIT_S),
             "application_name": "sgl-ext",
             # A server that vanishes without a word is noticed within seconds.
             "keepalives_idle": 5,

@@ -4,6 +4,7 @@ import contextlib
 import inspect
 from collections.abc import AsyncIterator, Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -57,7 +58,9 @@ def server(request: pytest.FixtureRequest) -> Server:
 
 
 @pytest.fixture(params=["sqlite", "redis_server", "postgres_server"])
-def place(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+def place(
+    request: pytest.FixtureRequest, tmp_path: Path, patient: None, monkeypatch: pytest.MonkeyPatch
+) -> str:
     """The setting of each kind of store, which is empty."""
     if request.param == "sqlite":
         return str(tmp_path / "store.sqlite")
@@ -87,6 +90,32 @@ def patient(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(f"sgl_ext.balancer.store.{name}", HANG_S)
 
 
+Shorten = Callable[[], contextlib.AbstractContextManager[None]]
+
+
+@pytest.fixture
+def shortened(patient: None, monkeypatch: pytest.MonkeyPatch) -> Shorten:
+    """Makes calls of all stores that are open end within a moment, while in its block."""
+    opened: list[Calls] = []
+    make = Calls.__init__
+
+    def note(calls: Calls, *args: Any, **kw: Any) -> None:
+        make(calls, *args, **kw)
+        opened.append(calls)
+
+    monkeypatch.setattr(Calls, "__init__", note)
+
+    @contextlib.contextmanager
+    def block() -> Iterator[None]:
+        for calls in opened:
+            calls._wait_s = 0.25
+        yield
+        for calls in opened:
+            calls._wait_s = HANG_S
+
+    return block
+
+
 Open = Callable[..., Documents]
 Share = Callable[[], SharedState]
 
@@ -106,7 +135,7 @@ async def opened(place: str, patient: None) -> AsyncIterator[Open]:
 
 
 @pytest.fixture
-def setting(server: Server, monkeypatch: pytest.MonkeyPatch) -> str:
+def setting(server: Server, patient: None, monkeypatch: pytest.MonkeyPatch) -> str:
     """The setting of each server's store."""
     return named(server, monkeypatch)
 

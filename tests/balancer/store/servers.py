@@ -14,6 +14,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.waiting import HANG_S
+
 PASSWORD = "s3cret-word"
 _NOBODY = 65534
 
@@ -49,7 +51,7 @@ class Server:
             self.command(), stdout=log, stderr=log, cwd=self.folder, **options
         )
         log.close()
-        ends_s = time.monotonic() + 20
+        ends_s = time.monotonic() + HANG_S
         while not self.answers():
             assert self._process.poll() is None, (self.folder / "log").read_text()[-2000:]
             assert time.monotonic() < ends_s, "it does not listen"

@@ -17,6 +17,8 @@ from sgl_ext.settings.secrets import read_store
 from sgl_ext.settings.sources import balancer_settings
 from tests.balancer.store.servers import PASSWORD, Server, free_port
 
+pytestmark = pytest.mark.usefixtures("patient")
+
 
 def refused(
     monkeypatch: pytest.MonkeyPatch, url: str, kind: type[StoreUnusable] = StoreUnusable
@@ -57,6 +59,8 @@ def test_a_server_that_is_not_there(server: Server, monkeypatch: pytest.MonkeyPa
 
 @pytest.mark.long
 def test_a_server_that_does_not_answer(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
+    for module in ("postgres", "redis"):
+        monkeypatch.setattr(f"sgl_ext.balancer.store.{module}.WAIT_S", 1.0)
     with server.paused():
         assert "cannot be reached" in refused(monkeypatch, server.url(), StoreUnreachable)
 
