@@ -5,13 +5,15 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 from pathlib import Path
-from typing import NamedTuple
+from types import SimpleNamespace
+from typing import Any, NamedTuple
 
 from prometheus_client.core import Metric
 
 from sgl_ext.balancer.admin import engine_metrics
 from sgl_ext.balancer.metrics.registry import Metrics
-from sgl_ext.balancer.routing.workers import Workers, WorkerSources
+from sgl_ext.balancer.routing.models import ModelPool, Models
+from sgl_ext.balancer.routing.workers import Workers, WorkerSet, WorkerSources
 from sgl_ext.engine.core.counters import COUNTERS, GAUGES
 
 PAGE = Path(__file__).with_name("reference") / "metrics.md"
@@ -32,6 +34,9 @@ def balancer_rows() -> list[Row]:
     metrics = Metrics()
     workers = Workers(metrics)
     WorkerSources((), workers, metrics)
+    nothing: Any = SimpleNamespace(prefixes=SimpleNamespace())
+    parts = WorkerSet(), *[nothing] * 4
+    Models(workers, metrics, lambda name: ModelPool(name, *parts))
     collectors = metrics.registry._names_to_collectors
     rows = []
     for family in metrics.registry.collect():

@@ -29,14 +29,16 @@ from sgl_ext.balancer.reporting.diagnosis import DivergenceDetector
 from sgl_ext.balancer.reporting.request_log import LineFile, RequestLog, check_file
 from sgl_ext.balancer.reporting.spans import open_export
 from sgl_ext.balancer.reporting.whole_balancer import WholeBalancer
-from sgl_ext.balancer.routing.admission import AdmissionQueue
+from sgl_ext.balancer.routing.admission import AdmissionQueue, Trials
 from sgl_ext.balancer.routing.engine_settings import EngineSettingsSender
+from sgl_ext.balancer.routing.models import ModelPool, Models
 from sgl_ext.balancer.routing.prefix_events import EventSubscribers
 from sgl_ext.balancer.routing.prefixes import Prefixes
 from sgl_ext.balancer.routing.readiness import Readiness
 from sgl_ext.balancer.routing.router import Router
+from sgl_ext.balancer.routing.standby_prefill import StandbyPrefill
 from sgl_ext.balancer.routing.worker_probes import WorkerProbes
-from sgl_ext.balancer.routing.workers import Slots, Workers, WorkerSources
+from sgl_ext.balancer.routing.workers import Slots, Workers, WorkerSet, WorkerSources
 from sgl_ext.balancer.store.opening import open_store
 from sgl_ext.limits.byte_account import ByteAccount
 from sgl_ext.membership.member import Membership
@@ -115,28 +117,11 @@ class Parts:
             metrics.background_failed,
             interval_s,
             config.compile_timeout_s,
+            stated=lambda worker, stated: self._models.note(worker, stated),
         )
-        router = Router(
-            self._workers,
-            metrics,
-            config.max_in_flight,
-            sort_tools=config.sort_tools,
-            tenants=tenants,
-            preemption_threshold=config.preemption_threshold,
-            prefixes=prefixes,
-        )
-        router.attempts.speeds.learns = config.learn_speeds
-        router.lists_others = config.request_log not in (None, OFF)
-        router.hashes_sessions = config.hash_sessions
-        self._admission_queue = AdmissionQueue(
-            router,
-            metrics,
-            config.queue_limit,
-            config.queue_timeout_s,
-            config.aging_s,
-            config.agent_hold_s,
-        )
-        self._subscribers = EventSubscribers(session, router, metrics)
+        self._prefixes = prefixes
+        self._models = models = Models(self._workers, metrics, self._make_pool)
+        self._subscribers = EventSubscribers(session, models, metrics)
         self._readiness = Readiness(
             self._workers, self._subscribers, prefixes, config.warm_timeout_s
         )
@@ -176,8 +161,7 @@ class Parts:
         self.services = Services(
             metrics,
             basis.account,
-            router,
-            self._admission_queue,
+            models,
             self._limits,
             Bodies(
                 metrics,
@@ -201,7 +185,34 @@ class Parts:
         )
         self.services.heartbeats.change(config.first_byte_s, interval_s)
         self.services.resends.change(config.resend_s)
-        self._peers = self._make_peers(group, router)
+        self._peers = self._make_peers(group, models)
+
+    def _make_pool(self, name: str) -> ModelPool:
+        """What belongs to one model, by the settings in effect."""
+        config, metrics, workers = self.config, self._metrics, WorkerSet()
+        router = Router(
+            workers,
+            metrics,
+            config.max_in_flight,
+            sort_tools=config.sort_tools,
+            tenants=self._tenants,
+            preemption_threshold=config.preemption_threshold,
+            prefixes=self._prefixes.of_model(),
+        )
+        router.attempts.speeds.learns = config.learn_speeds
+        router.lists_others = config.request_log not in (None, OFF)
+        router.hashes_sessions = config.hash_sessions
+        queue = AdmissionQueue(
+            router,
+            metrics,
+            config.queue_limit,
+            config.queue_timeout_s,
+            config.aging_s,
+            config.agent_hold_s,
+        )
+        trials = Trials(router, lambda: queue.timeout_s)
+        standby = StandbyPrefill(router, metrics, self._session)
+        return ModelPool(name, workers, router, queue, trials, standby)
 
     def _make_control(self, services: Services) -> ControlPool:
         self._control = ControlPool(make_app(services, self._interval_s))
@@ -235,8 +246,8 @@ class Parts:
         """The steps of a sweep: they apply timeouts, and read and write what is shared."""
         return [
             ("connection_pools", self.services.sweep_connections),
-            ("admission_queue", self._admission_queue.sweep),
-            ("trials", self.services.trials.sweep),
+            ("admission_queue", self._models.sweep_queues),
+            ("trials", self._models.sweep_trials),
             ("heartbeats", self.services.heartbeats.sweep),
             ("resends", self.services.resends.sweep),
             ("key_file", self._reload_keys),
@@ -271,24 +282,25 @@ class Parts:
     def _apply(self, config: BalancerSettings) -> None:
         """Uses what can change without a restart: `sgl_ext.settings.reloading`."""
         self._tenants.replace(config.tenants, config.max_priority)
-        services, router = self.services, self.services.router
+        services = self.services
         services.bodies.change(HintRules(config.hints), config.response_ttl_s)
         services.heartbeats.change(config.first_byte_s, services.heartbeats.interval_s)
         services.resends.change(config.resend_s)
-        router.worker_limit = config.max_in_flight
-        router.preemption_threshold = config.preemption_threshold
-        router.attempts.speeds.learns = config.learn_speeds
-        self._admission_queue.change(
-            config.queue_limit, config.queue_timeout_s, config.aging_s, config.agent_hold_s
-        )
+        for pool in self._models.all:
+            pool.router.worker_limit = config.max_in_flight
+            pool.router.preemption_threshold = config.preemption_threshold
+            pool.router.attempts.speeds.learns = config.learn_speeds
+            pool.queue.change(
+                config.queue_limit, config.queue_timeout_s, config.aging_s, config.agent_hold_s
+            )
         self._request_log.change(config.request_log_limit_bytes, config.request_log_age_s)
         self.config = config
         self._heads.clear()  # heads have their tenants' cache groups
 
     def _sweep_prefixes(self) -> None:
-        prefixes = self.services.router.prefixes
-        prefixes.sweep()
-        self._metrics.unlisted_segments.counts[()] = prefixes.unlisted
+        for pool in self._models.all:
+            pool.router.prefixes.sweep()
+        self._metrics.unlisted_segments.counts[()] = self._prefixes.unlisted
 
     def _reload_keys(self) -> None:
         if self._key_file is not None and self._key_file.reload_if_changed():
@@ -303,7 +315,7 @@ class Parts:
         if self._peers is not None:
             self._peers.send_state()
 
-    def _make_peers(self, group: PeerGroup | None, router: Router) -> Peers | None:
+    def _make_peers(self, group: PeerGroup | None, models: Models) -> Peers | None:
         """The way to the other processes of this balancer, and to those on other nodes."""
         messages = None
         if self._shared is not None:
@@ -311,7 +323,7 @@ class Parts:
             messages = StoreMessages(self._shared, self._metrics, secret, number)
         if group is None and messages is None:
             return None
-        return Peers(group, router, self._metrics, store=messages)
+        return Peers(group, models, self._metrics, store=messages)
 
     async def _write_snapshots(self) -> None:
         await self._whole.write(lambda: orjson.dumps(part(self.services, time.time())))

@@ -9,12 +9,9 @@ by the balancer's own probes.
 Of several sources that name the same worker, the one that the operator named first wins. The same
 worker is one with the same id, or with the same URL. Within its own list a source may name a URL
 twice: an engine that is replaced drains while its successor starts.
-
-A balancer serves one model, as a request for one must not be answered by another. Workers that
-state another model are ignored as long as a ready one states that which is served.
 """
 
-from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from typing import Literal, NamedTuple, Protocol
 
 import msgspec
@@ -76,21 +73,17 @@ class Listed(NamedTuple):
 
 
 class Merged(NamedTuple):
-    """The workers that there are, their model, "" if none states it, and the entries that are
-    ignored, each as a message."""
+    """The workers that there are, and the entries that are ignored, each as a message."""
 
     listed: list[Listed]
-    model: str
     ignored: list[str]
 
 
-def merge(lists: Mapping[str, Sequence[Member]], admin: AdminChanges, model: str = "") -> Merged:
+def merge(lists: Mapping[str, Sequence[Member]], admin: AdminChanges) -> Merged:
     """One table from the lists of all sources.
 
     lists: of each source, by its name, in the order in which the operator named them.
-    model: the one of the table before.
     """
-    model = _served(model, (member for members in lists.values() for member in members))
     added = [Member(id=url, url=url) for url in admin.added]
     listed: list[Listed] = []
     ignored: list[str] = []
@@ -102,16 +95,8 @@ def merge(lists: Mapping[str, Sequence[Member]], admin: AdminChanges, model: str
             winner = ids.get(member.id) or urls.get(member.url, source)
             if member.id in ids or winner != source:
                 ignored.append(f"{named}, as {winner} does, which counts")
-            elif member.model not in ("", model):
-                ignored.append(f"{named} with the model {member.model}; the others serve {model}")
             else:
                 ids[member.id] = urls[member.url] = source
                 if member.id not in admin.removed:
                     listed.append(Listed(member, source))
-    return Merged(listed, model, ignored)
-
-
-def _served(before: str, members: Iterable[Member]) -> str:
-    """The model that was served before, or else the first, of those that ready workers state."""
-    stated = [member.model for member in members if member.model and member.state == "ready"]
-    return before if before in stated else next(iter(stated), before)
+    return Merged(listed, ignored)

@@ -6,14 +6,54 @@ for: `max_model_len` (vLLM, SGLang), `context_length` (OpenRouter), `context_win
 Which one is meant, only the header `anthropic-version` says.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from datetime import UTC, datetime
-from typing import Any
+from typing import Any, NamedTuple
 
 PATH = "/v1/models"
 ANTHROPIC_HEADER = "anthropic-version"
 # What Anthropic answers where the day is not known.
 _UNKNOWN_DAY = "1970-01-01T00:00:00Z"
+
+
+class StatedModel(NamedTuple):
+    """The model that an engine says it serves.
+
+    name: "" if it does not say. window_tokens: prompt and answer together; None if it does not say.
+    adapters: the names of the LoRA adapters that are loaded.
+    """
+
+    name: str = ""
+    window_tokens: int | None = None
+    adapters: tuple[str, ...] = ()
+
+
+NOT_STATED = StatedModel()
+MOST_ADAPTERS = 1024
+"""Further adapters of an engine are not known by their names."""
+
+
+def read_stated(document: Any) -> StatedModel:
+    """What an engine's list of models says, in OpenAI's shape. Never raises."""
+    try:
+        cards = [card for card in document["data"] if isinstance(card["id"], str)]
+        model = next(card for card in cards if not card.get("parent"))
+    except (LookupError, TypeError, AttributeError, StopIteration):
+        return NOT_STATED
+    tokens = model.get("max_model_len")
+    adapters = tuple(card["id"] for card in cards if card.get("parent"))[:MOST_ADAPTERS]
+    return StatedModel(model["id"], tokens if isinstance(tokens, int) else None, adapters)
+
+
+def joined_lists(documents: Iterable[Any]) -> list[dict[str, Any]]:
+    """The models of several engines' lists, in one shape, each once."""
+    found: dict[str, dict[str, Any]] = {}
+    for document in documents:
+        cards = document.get("data") if isinstance(document, dict) else None
+        for card in cards if isinstance(cards, list) else ():
+            if isinstance(card, dict) and isinstance(card.get("id"), str):
+                found.setdefault(card["id"], card)
+    return [*found.values()]
 
 
 def openai_model(card: dict[str, Any], window_tokens: int) -> dict[str, Any]:

@@ -28,8 +28,10 @@ Answer = Callable[[web.Request], Awaitable[web.StreamResponse]]
 class Engine:
     """An HTTP server that answers as its test says, and keeps what it was sent."""
 
-    def __init__(self, name: str, answer: Answer | None = None) -> None:
+    def __init__(self, name: str, answer: Answer | None = None, model: str = "") -> None:
+        """model: the one that it states; "": it states none."""
         self.name = name
+        self.model = model
         self.seen: list[tuple[str, bytes, Any]] = []
         self.server: TestServer | None = None
         self.events: list[asyncio.Queue[bytes]] = []
@@ -58,6 +60,10 @@ class Engine:
         if request.path == "/sgl_ext/events":
             return await self._tell(request)
         if request.path == "/sgl_ext/work":  # as an engine that says nothing about its work
+            return web.Response(status=404)
+        if request.headers.get("x-sgl-ext-purpose") == "probe":  # nor about its model
+            if self.model:
+                return web.json_response({"data": [{"id": self.model, "max_model_len": 1000}]})
             return web.Response(status=404)
         self.seen.append((request.path_qs, await request.read(), request.headers))
         if self.answer is None:

@@ -111,7 +111,7 @@ async def test_many_wait_half_disconnect_and_the_rest_are_answered(
     engine = Slow()
     # Nobody sends a request again, so those who leave make room at once.
     balancer = await serve(engine, queue_limit=LIMIT, resend_s=0.0)
-    admission_queue = balancer._services.admission_queue
+    admission_queue = balancer._services.models.default.queue
     for first in range(0, CLIENTS, 100):
         clients += await asyncio.gather(*(come(balancer, first + n) for n in range(100)))
     sent = MAX_RUNNING + AHEAD

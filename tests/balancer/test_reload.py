@@ -100,16 +100,16 @@ async def begin(tmp_path: Path) -> AsyncIterator[Callable[..., Any]]:
 # Of each setting that changes: another value, and where a balancer uses it.
 _USED: dict[str, tuple[Any, Callable[[Balancer], Any]]] = {
     "max_priority": (7, lambda b: b._services.router.tenants.of("x").max_priority),
-    "aging_s": (3.0, lambda b: b._services.admission_queue._queue.aging_s),
+    "aging_s": (3.0, lambda b: b._services.models.default.queue._queue.aging_s),
     "preemption_threshold": (4, lambda b: b._services.router.preemption_threshold),
     "max_connections": (5, lambda b: b._config.max_connections),
     "max_in_flight": (6, lambda b: b._services.router.worker_limit),
     "learn_speeds": (False, lambda b: b._services.router.attempts.speeds.learns),
-    "queue_limit": (2, lambda b: b._services.admission_queue.limit),
+    "queue_limit": (2, lambda b: b._services.models.default.queue.limit),
     "resend_s": (2.0, lambda b: b._services.resends.resend_s),
     "first_byte_s": (3.0, lambda b: b._services.heartbeats.first_s),
-    "agent_hold_s": (4.0, lambda b: b._services.admission_queue._gate.hold_s),
-    "queue_timeout_s": (9.0, lambda b: b._services.admission_queue.timeout_s),
+    "agent_hold_s": (4.0, lambda b: b._services.models.default.queue._gate.hold_s),
+    "queue_timeout_s": (9.0, lambda b: b._services.models.default.queue.timeout_s),
     "drain_s": (1.0, lambda b: b._config.drain_s),
     "drain_min_s": (0.5, lambda b: b._config.drain_min_s),
     "request_log_age_s": (60.0, lambda b: b._parts._request_log._lines._age_s),  # type: ignore[union-attr]
@@ -138,7 +138,7 @@ async def test_every_part_uses_what_was_changed(begin: Callable[..., Any], tmp_p
 async def test_a_flag_still_wins_over_the_file(begin: Callable[..., Any]) -> None:
     node = await begin(flags="--queue-limit 3")
     assert (await node.reload("[balancer]\nqueue-limit = 5"))[1]["changed"] == []
-    assert node.balancer._services.admission_queue.limit == 3
+    assert node.balancer._services.models.default.queue.limit == 3
 
 
 async def test_what_stays_is_named_with_the_reason(begin: Callable[..., Any]) -> None:
@@ -268,10 +268,10 @@ async def test_another_process_applies_what_one_has_read(
     await one.reload("[balancer]\nqueue-limit = 2")
 
     async def has_it() -> bool:
-        return bool(other.balancer._services.admission_queue.limit == 2)
+        return bool(other.balancer._services.models.default.queue.limit == 2)
 
     await until(has_it)
-    assert (await begin(folder=tmp_path)).balancer._services.admission_queue.limit == 2
+    assert (await begin(folder=tmp_path)).balancer._services.models.default.queue.limit == 2
 
 
 async def test_default_hints_reach_the_engine_until_they_are_taken_away(

@@ -109,7 +109,8 @@ class Raw:
         used = False
         try:
             while head := await reader.readuntil(b"\r\n\r\n"):
-                if head.startswith((b"GET /ready", b"GET /sgl_ext/")):
+                is_probe = b"x-sgl-ext-purpose: probe" in head
+                if is_probe or head.startswith((b"GET /ready", b"GET /sgl_ext/")):
                     status = b"200 OK" if head.startswith(b"GET /ready") else b"404 Not Found"
                     writer.write(b"HTTP/1.1 %b\r\nconnection: close\r\n\r\n" % status)
                     return

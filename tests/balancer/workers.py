@@ -1,12 +1,18 @@
-"""A table of workers for tests that start no balancer."""
+"""A table of workers, and their models, for tests that start no balancer."""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable
+from typing import Any
 
 from sgl_ext.balancer.metrics.registry import Metrics
-from sgl_ext.balancer.routing.workers import Workers
+from sgl_ext.balancer.routing.admission import AdmissionQueue, Trials
+from sgl_ext.balancer.routing.models import ModelPool, Models
+from sgl_ext.balancer.routing.prefixes import Prefixes
+from sgl_ext.balancer.routing.router import Router
+from sgl_ext.balancer.routing.standby_prefill import StandbyPrefill
+from sgl_ext.balancer.routing.workers import Workers, WorkerSet
 from sgl_ext.membership.sources import STATIC, StaticList
 
 
@@ -17,3 +23,23 @@ def workers_at(
     workers = Workers(metrics, clock)
     workers.apply(STATIC, StaticList(urls).members)
     return workers
+
+
+def models_of(
+    workers: Workers,
+    metrics: Metrics,
+    clock: Callable[[], float] = time.monotonic,
+    **options: Any,
+) -> Models:
+    """The models of these workers."""
+    prefixes = Prefixes()
+
+    def make(name: str) -> ModelPool:
+        own = WorkerSet()
+        router = Router(own, metrics, clock=clock, prefixes=prefixes.of_model())
+        queue = AdmissionQueue(router, metrics, 16, 60.0, clock=clock)
+        standby = StandbyPrefill(router, metrics, None)  # type: ignore[arg-type]
+        trials = Trials(router, lambda: queue.timeout_s)
+        return ModelPool(name, own, router, queue, trials, standby)
+
+    return Models(workers, metrics, make, **options)

@@ -116,7 +116,7 @@ def _page(shown: list[Any], ids: list[str], has_more: bool) -> dict[str, Any]:
 
 
 def _tenant(request: web.Request) -> str:
-    return request.app[SERVICES].router.tenants.of_headers(hints_in(request)).name
+    return request.app[SERVICES].tenants.of_headers(hints_in(request)).name
 
 
 async def _require_owner(request: web.Request) -> None:

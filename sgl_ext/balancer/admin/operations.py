@@ -92,7 +92,9 @@ async def add_worker(request: web.Request) -> web.Response:
     if worker is None:
         message = "url: a source lists it, and that entry is ignored; the log has the reason"
         raise BalancerError(HTTPStatus.CONFLICT, message)
-    await WorkerProbes(workers, services.session, services.metrics.background_failed).probe(worker)
+    failed = services.metrics.background_failed
+    probes = WorkerProbes(workers, services.session, failed, stated=services.models.note)
+    await probes.probe(worker)
     return json_response(_shown(worker), HTTPStatus.OK if known else HTTPStatus.CREATED)
 
 
@@ -109,7 +111,7 @@ async def drain_worker(request: web.Request) -> web.Response:
 
 async def show_pins(request: web.Request) -> web.Response:
     now_s = asyncio.get_running_loop().time()
-    workers = request.app[SERVICES].router.workers.all
+    workers = request.app[SERVICES].workers.all
     owner = request.headers.get(OWNER_HEADER)
     pins = [
         row | {"worker": w.id, "rank": w.rank} for w in workers for row in w.pins.rows(now_s, owner)
@@ -140,7 +142,7 @@ async def explain_request(request: web.Request) -> web.Response:
     if path not in routes.PLACED:
         raise BalancerError(HTTPStatus.NOT_FOUND, f"{path}: requests to this path are not placed")
     body, services, hints = await request.read(), request.app[SERVICES], hints_in(request)
-    router, tenant = services.router, services.router.tenants.of_headers(hints)
+    tenant = services.tenants.of_headers(hints)
     target = request.raw_path.encode("latin-1", "replace")
     names = tuple(name.lower().encode("latin-1", "replace") for name in request.headers)
     fields = {name.encode(): value.encode("latin-1", "replace") for name, value in hints.items()}
@@ -151,6 +153,7 @@ async def explain_request(request: web.Request) -> web.Response:
     )
     reading = await services.bodies.read(tenant.name, plan, body)
     assert reading.prompt is not None, "it would run"
+    router = services.models.choose(reading.model).router
     routing = router.routing_of(reading.prompt, hints)
     stripped = reading.stripped
     explained = {
@@ -189,7 +192,7 @@ async def to_holder(request: web.Request) -> web.Response:
 
 
 def _ready(request: web.Request) -> list[Worker]:
-    if workers := request.app[SERVICES].router.workers.ready:
+    if workers := request.app[SERVICES].workers.ready:
         return [*{worker.url: worker for worker in workers}.values()]  # each engine once
     raise no_engine()
 
@@ -241,7 +244,7 @@ def _shown(worker: Worker) -> dict[str, Any]:
         "url": worker.url,
         "rank": worker.rank,
         "role": worker.role,
-        "model": worker.member.model,
+        "model": worker.model,
         "labels": dict(worker.member.labels),
         "source": worker.source,
         "state": state,

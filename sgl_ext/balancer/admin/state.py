@@ -22,7 +22,6 @@ from collections.abc import Iterable, Mapping, Sequence
 from http import HTTPStatus
 from typing import Any
 
-import aiohttp
 import orjson
 from aiohttp import web
 
@@ -44,10 +43,17 @@ SHOWN_PRIORITIES = 32
 
 def part(services: Services, now_s: float) -> dict[str, Any]:
     """What only this process knows, for the documents of all. now_s: by the wall clock."""
-    queue = services.admission_queue
+    pools = services.models.all
+    by_priority: Counter[int] = Counter()
+    for pool in pools:
+        by_priority.update(pool.queue.by_priority())
     return {
         "activity": services.activity.as_json(now_s),
-        "queue": {"limit": queue.limit, "by_priority": [*queue.by_priority().items()]},
+        "queue": {
+            "limit": sum(pool.queue.limit for pool in services.models.listed or pools[:1]),
+            "by_priority": [*by_priority.items()],
+            "by_model": {pool.name: len(pool.queue) for pool in services.models.listed},
+        },
         "cached": {
             worker.id: services.hit_rates.recent(worker.id) for worker in services.workers.all
         },
@@ -56,12 +62,11 @@ def part(services: Services, now_s: float) -> dict[str, Any]:
 
 
 def document(
-    services: Services, children: Sequence[Mapping[str, Any]], model: str | None, now_s: float
+    services: Services, children: Sequence[Mapping[str, Any]], now_s: float
 ) -> dict[str, Any]:
     """The state of the whole balancer.
 
-    children: what the launcher tells of its processes. model: the name of the model, if no source
-    of workers states it. now_s: by the wall clock.
+    children: what the launcher tells of its processes. now_s: by the wall clock.
     """
     others = [orjson.loads(text) for text in services.whole.other_states()]
     parts = [part(services, now_s), *others]
@@ -79,7 +84,7 @@ def document(
             "started_s": round(min(each["activity"]["history"]["started_s"] for each in parts), 3),
             "now_s": round(now_s, 3),
             "in_flight": sum(_in_flight(worker) for worker in workers.all),
-            "model": workers.model or model,
+            "model": services.models.default.name or None,
             "saved_bytes": sum(each.get("saved_bytes", 0) for each in parts),
         },
         "engines": [
@@ -212,7 +217,7 @@ def _tenants(
             row["limits"] = {
                 "requests_per_minute": allowance.requests_per_minute,
                 "tokens_per_minute": allowance.tokens_per_minute,
-                "max_priority": services.router.tenants.of(row["name"]).max_priority,
+                "max_priority": services.tenants.of(row["name"]).max_priority,
             }
     return rows, len(named) + len(idle)
 
@@ -220,8 +225,6 @@ def _tenants(
 MOST_STREAMS = 16
 _SLOW_S = 10.0
 _RETRY_AFTER_S = 10
-_MODEL_S = 30.0
-_MODEL_TIMEOUT = aiohttp.ClientTimeout(total=1)
 
 
 class States:
@@ -237,8 +240,7 @@ class States:
         self._services = services
         self._json = b""
         self._making = asyncio.Lock()
-        self._made_s = self._asked_s = float("-inf")
-        self._model: str | None = None
+        self._made_s = float("-inf")
         services.metrics.live_streams.set_function(lambda: self.streams)
         add_table = services.metrics.tables.add
         add_table("live_streams", lambda: self.streams, lambda: MOST_STREAMS)
@@ -254,23 +256,8 @@ class States:
 
     async def _make(self) -> bytes:
         await asyncio.to_thread(versions)  # which may run git, the first time
-        await self._find_model()
         children = await self._services.launcher.children()
-        return orjson.dumps(document(self._services, children, self._model, time.time()))
-
-    async def _find_model(self) -> None:
-        """Asks an engine for the model's name now and then, if no source of workers has it."""
-        workers, now_s = self._services.workers, time.monotonic()
-        if workers.model or not workers.ready or now_s - self._asked_s < _MODEL_S:
-            return
-        self._asked_s = now_s
-        try:
-            async with self._services.session.get(
-                f"{workers.ready[0].url}/v1/models", timeout=_MODEL_TIMEOUT
-            ) as answer:
-                self._model = str(orjson.loads(await answer.read())["data"][0]["id"])
-        except (aiohttp.ClientError, TimeoutError, ValueError, LookupError, TypeError):
-            pass  # it stays what it was
+        return orjson.dumps(document(self._services, children, time.time()))
 
 
 STATES = web.AppKey("states", States)

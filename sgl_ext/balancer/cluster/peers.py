@@ -34,7 +34,7 @@ from cachetools import TTLCache
 
 from sgl_ext.balancer.cluster.group_memory import GroupMemory
 from sgl_ext.balancer.metrics.registry import Metrics
-from sgl_ext.balancer.routing.router import Router
+from sgl_ext.balancer.routing.models import ModelPool, Models
 from sgl_ext.balancer.routing.worker import Attempt, Worker
 from sgl_ext.balancer.store.calls import failure_of
 from sgl_ext.balancer.store.documents import StoreFailed
@@ -157,7 +157,7 @@ class Peers:
     """
 
     group: PeerGroup | None
-    router: Router
+    models: Models
     metrics: Metrics
     clock: Callable[[], float] = time.monotonic
     store: StoreMessages | None = None
@@ -174,8 +174,13 @@ class Peers:
         self._load_due = False
         self._without_room = 0
         self._guard = Guard("peers", self.metrics.background_failed)
-        self.router.attempts.on_begin.append(self.send_placed)
-        self.router.attempts.on_end.append(self.load_changed)
+        self.models.on_new.append(self._follow)
+        for pool in self.models.all:
+            self._follow(pool)
+
+    def _follow(self, pool: ModelPool) -> None:
+        pool.router.attempts.on_begin.append(self.send_placed)
+        pool.router.attempts.on_end.append(self.load_changed)
 
     def start(self) -> None:
         """Receives messages from now on."""
@@ -220,13 +225,14 @@ class Peers:
     def send_state(self) -> None:
         """Sends the loads and the admin API's changes. Call it every STATE_S."""
         self._sent = self._loads()
-        suspects = self.router.suspects
-        refused, is_trying = suspects.told(self.clock()), suspects.is_trying
-        self._send(State(self._sent, self.router.workers.admin, refused, is_trying))
-        self._add_up(self.router.workers.all)  # a silent peer's load is gone
+        now_s, suspects = self.clock(), [pool.router.suspects for pool in self.models.all]
+        refused = {name: s for each in suspects for name, s in each.told(now_s).items()}
+        is_trying = any(each.is_trying for each in suspects)
+        self._send(State(self._sent, self.models.workers.admin, refused, is_trying))
+        self._add_up(self.models.workers.all)  # a silent peer's load is gone
 
     def _loads(self) -> dict[str, Load]:
-        workers = self.router.workers.all
+        workers = self.models.workers.all
         return {w.id: w.load for w in workers if w.in_flight or w.pending_tokens or w.decoding}
 
     def _send(self, message: Placed | State) -> None:
@@ -290,9 +296,9 @@ class Peers:
         """Applies a peer's message. Raises ValueError if it is malformed."""
         message = read_message(data)
         if isinstance(message, Placed):
-            worker = self.router.workers.find(message.worker)
+            worker = self.models.workers.find(message.worker)
             if worker is not None:
-                self.router.attempts.record_of_peer(
+                self.models.router_of(worker).attempts.record_of_peer(
                     worker,
                     None if message.session is None else int(message.session, 16),
                     [int(segment, 16) for segment in message.segments],
@@ -303,20 +309,23 @@ class Peers:
                     None if message.agent is None else int(message.agent, 16),
                 )
             return
-        self.router.workers.change(message.admin)
-        suspects, now_s = self.router.suspects, self.clock()
-        suspects.hear(sender, message.refused, now_s, is_trying=message.is_trying)
+        self.models.workers.change(message.admin)
+        now_s = self.clock()
+        for pool in self.models.all:
+            suspects = pool.router.suspects
+            suspects.hear(sender, message.refused, now_s, is_trying=message.is_trying)
         before, loads = self._received.get(sender, {}), message.loads
         self._received[sender] = loads
         names = before.keys() | loads.keys()
         changed = (name for name in names if before.get(name) != loads.get(name))
-        found = (self.router.workers.find(name) for name in changed)
+        found = (self.models.workers.find(name) for name in changed)
         self._add_up([worker for worker in found if worker is not None])
-        self.router.capacity_changed()
+        for pool in self.models.all:
+            pool.router.capacity_changed()
 
     def _add_up(self, workers: Iterable[Worker]) -> None:
         now_s, received = self.clock(), [*self._received.values()]
         for worker in workers:
             loads = [loads[worker.id] for loads in received if worker.id in loads]
             worker.peer_load = Load(*map(sum, zip(*loads, strict=True))) if loads else _IDLE
-            self.router.fleet.load_changed(worker, now_s)
+            self.models.router_of(worker).fleet.load_changed(worker, now_s)

@@ -23,6 +23,7 @@ from prometheus_client.process_collector import ProcessCollector
 from prometheus_client.registry import Collector
 
 Labels = tuple[object, ...]
+_Bounded = tuple[Callable[[], float], Callable[[], float]]
 
 
 class Counter(Collector):
@@ -105,7 +106,7 @@ class Tables(Collector):
     """
 
     def __init__(self, registry: CollectorRegistry) -> None:
-        self._tables: dict[tuple[str, str], tuple[Callable[[], float], Callable[[], float]]] = {}
+        self._tables: defaultdict[tuple[str, str], list[_Bounded]] = defaultdict(list)
         registry.register(self)
 
     def add(
@@ -115,8 +116,12 @@ class Tables(Collector):
         limit: Callable[[], float],
         unit: str = "entries",
     ) -> None:
-        """Adds a table. unit: what both count, `entries` or `bytes`."""
-        self._tables[table, unit] = size, limit
+        """Adds a table, or a part of one. unit: what both count, `entries` or `bytes`."""
+        self._tables[table, unit].append((size, limit))
+
+    def put(self, table: str, size: Callable[[], float], limit: Callable[[], float]) -> None:
+        """As `add`, for a table that several parts of the balancer share."""
+        self._tables[table, "entries"] = [(size, limit)]
 
     def collect(self) -> Iterable[Metric]:
         labels = ["table", "unit"]
@@ -124,9 +129,9 @@ class Tables(Collector):
         sizes = GaugeMetricFamily("sgl_ext_table_size", text, labels=labels)
         text = "Bound of a table, in entries or bytes; beyond it entries are dropped or rejected."
         limits = GaugeMetricFamily("sgl_ext_table_limit", text, labels=labels)
-        for about, (size, limit) in self._tables.items():
-            sizes.add_metric(about, size())
-            limits.add_metric(about, limit())
+        for about, parts in list(self._tables.items()):
+            sizes.add_metric(about, sum(size() for size, _ in parts))
+            limits.add_metric(about, sum(limit() for _, limit in parts))
         return [sizes, limits]
 
 
@@ -162,11 +167,18 @@ class Page:
         ProcessMetrics(process, self.registry)
         self.tables = Tables(self.registry)
         self._by_label: list[Counter | Histogram] = []
+        self._parts: defaultdict[Gauge, list[Callable[[], float]]] = defaultdict(list)
 
     def forget_worker(self, worker: str) -> None:
         """Drops the counts of a worker that is gone: engines that come and go add up."""
         for metric in self._by_label:
             metric.forget("worker", worker)
+
+    def add_part(self, gauge: Gauge, value: Callable[[], float]) -> None:
+        """The gauge has the sum of its parts, such as those of several models."""
+        parts = self._parts[gauge]
+        parts.append(value)
+        gauge.set_function(lambda: sum(part() for part in parts))
 
     def _counter(self, name: str, help_text: str) -> Counter:
         """The counter `sgl_ext_NAME_total`."""

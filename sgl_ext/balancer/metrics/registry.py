@@ -107,6 +107,11 @@ class Metrics(Page):
             "requests_rejected",
             "Requests that were rejected because the queue was full or they waited too long.",
         )
+        self.model_fallbacks = counter(
+            "model_fallbacks{model,fallback}",
+            "Requests that another model's engines took, as their own model had none that was "
+            "ready.",
+        )
         self.placements = counter(
             "placements{reason}", "Requests sent to a worker, by the reason for its choice."
         )

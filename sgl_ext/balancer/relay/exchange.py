@@ -357,6 +357,7 @@ class Exchange:
     _is_sent = False  # in this attempt
     _is_answered = False  # the whole response to this attempt has arrived
     _wait_reason = ""
+    _has_fallback = False  # another model's engines answer than those of its own
     _queued_s = 0.0
     _prefix_s = 0.0  # of these it waited for a prefix
     _lost = 0  # attempts that were sent to a worker that failed
@@ -395,6 +396,7 @@ class Exchange:
         self._request = request
         self._head = head = request.head
         self._pool = services.control
+        self._model = services.models.default
         self._request_id = head.identity.request_id or new_request_id()
         trace = head.identity.trace
         self._trace_id = new_trace_id() if trace is None else trace.trace_id
@@ -430,6 +432,8 @@ class Exchange:
                 preparation = prepare(services, self._request, plan, reading, self._turns)
             self._preparation = preparation = self._way.check(preparation)
             self.routing = routing = preparation.routing
+            if preparation.pool is not None:
+                self._model = preparation.pool
             # A scheduler runs it, so that it could end one.
             self._is_run = routing.runs or routing.warms
 
@@ -549,20 +553,20 @@ class Exchange:
         services = self._services
         while True:
             self._is_released = False
-            if not self._on_trial and self._is_run and not services.trials.admits(self):
+            if not self._on_trial and self._is_run and not self._model.trials.admits(self):
                 await self._trial()
                 continue
             self._wait_reason = ""
             if self._spans is not None:
                 self._spans.waits()
-            if not services.admission_queue.place(self):
+            if not self._model.queue.place(self):
                 self._wait_reason = "capacity"
             while (attempt := self._attempt) is None:
                 await self._news()
-            if not self._on_trial or services.trials.may_send(self, attempt):
+            if not self._on_trial or self._model.trials.may_send(self, attempt):
                 break
             self._on_trial, self._attempt = False, None
-            services.router.attempts.fail(attempt, by_worker=False)
+            self._model.router.attempts.fail(attempt, by_worker=False)
             await self._trial()
         if self._spans is not None:
             self._spans.placed(attempt, self._wait_reason)
@@ -574,9 +578,7 @@ class Exchange:
         if attempt.decoder is not None:
             self.tried.add(attempt.decoder)
         if attempt.placement.reason == "home" and not self._on_trial:
-            services.standby_prefill.consider(
-                attempt, self._head, self._request.body, self._request_id
-            )
+            self._model.standby.consider(attempt, self._head, self._request.body, self._request_id)
         if attempt.waits_for_prefix(partial(self._prefix_computed, attempt)):
             self._wait_reason = "prefix"
             began_s = time.perf_counter()
@@ -610,14 +612,14 @@ class Exchange:
         self._connecting, self._is_sent = None, True
         attempt, head, body = self._attempt, self._head, self._request.body
         if attempt is not None and attempt.sent_s is None:
-            self._services.router.attempts.sent(attempt)
+            self._model.router.attempts.sent(attempt)
             if self._on_trial:
-                self._services.trials.sent(self, attempt)
+                self._model.trials.sent(self, attempt)
         lines = self._pool.begin_of(head) + self._preparation.lines
         if self._attempts > 1:
             lines += retry_line(self._attempts - 1)
         if self._queued_s:
-            lines += queued_lines(self._queued_s, self._services.admission_queue.window_s)
+            lines += queued_lines(self._queued_s, self._model.queue.window_s)
         end = "\r\n"
         if body or head.method not in ("GET", "HEAD"):
             end = f"content-length: {len(body)}\r\n\r\n"
@@ -674,8 +676,14 @@ class Exchange:
         self._wake()
 
     def rejected(self, error: BalancerError) -> None:
-        """No worker takes the request."""
-        self._break(self._rejection(error))
+        """No worker takes the request. It goes to those of another model if that may answer."""
+        other = None if self._has_fallback else self._services.models.instead_of(self._model)
+        if other is None:
+            self._break(self._rejection(error))
+            return
+        self._model, self._has_fallback = other, True
+        if not other.queue.place(self):
+            self._wait_reason = "capacity"
 
     def _rejection(self, error: BalancerError) -> BalancerError:
         if not self._lost:
@@ -686,7 +694,7 @@ class Exchange:
         """The prefix that the attempt follows is computed, or its attempt has ended."""
         # If the worker hangs or stands still, this attempt is abandoned, too.
         is_used = not attempt.worker.is_hung and not attempt.worker.is_stalled
-        if attempt is self._attempt and (is_used or not self._services.router.any_available()):
+        if attempt is self._attempt and (is_used or not self._model.router.any_available()):
             self._wake()
 
     # What fails an attempt.
@@ -740,7 +748,7 @@ class Exchange:
         self._on_trial = False
         attempt = self._attempt
         if attempt is not None and attempt.sent_s is not None and self._is_run:
-            self._services.trials.lost(self, worker or attempt.answerer, attempt.sent_s)
+            self._model.trials.lost(self, worker or attempt.answerer, attempt.sent_s)
 
     def _retry(self, failure: AttemptFailed) -> None:
         """Ends an attempt that failed. Raises an error if the request is not placed again."""
@@ -757,10 +765,10 @@ class Exchange:
             raise self._rejection(no_engine())
         if self._head.route is None:
             raise internal_error()
-        if self._lost >= MAX_LOST or (self._lost and self._services.trials.refuses(self)):
+        if self._lost >= MAX_LOST or (self._lost and self._model.trials.refuses(self)):
             message = f"Engines failed {self._lost} times before they answered this request."
             raise BalancerError(HTTPStatus.BAD_GATEWAY, message)
-        untried = self._services.router.any_available(self.tried, self.routing.only)
+        untried = self._model.router.any_available(self.tried, self.routing.only)
         if not untried and self._attempts >= MAX_ATTEMPTS + self._lost:
             raise self._rejection(no_engine())
 
@@ -769,10 +777,10 @@ class Exchange:
         self._end_leg()
         attempt, self._attempt = self._attempt, None
         if attempt is None:
-            self._services.admission_queue.remove(self)
-            self._services.trials.remove(self)
+            self._model.queue.remove(self)
+            self._model.trials.remove(self)
         else:
-            self._services.router.attempts.fail(attempt, by_worker=by_worker, answered=answered)
+            self._model.router.attempts.fail(attempt, by_worker=by_worker, answered=answered)
 
     def _end_leg(self) -> None:
         leg, self._leg = self._leg, None
@@ -834,7 +842,7 @@ class Exchange:
             head.status == _UNAVAILABLE
             and not self._streams(body)
             and 0 < self._attempts < MAX_ATTEMPTS
-            and self._services.router.any_available(besides=self.tried)
+            and self._model.router.any_available(besides=self.tried)
             and self._has_budget()
         ):
             raise AttemptFailed("status 503", answered=True)
@@ -904,7 +912,7 @@ class Exchange:
         self._request.body = b""
         self._hold()
         if self._attempt is not None:
-            self._services.router.attempts.prefill_done(self._attempt)
+            self._model.router.attempts.prefill_done(self._attempt)
 
     def _first_byte(self) -> None:
         self._stage = RELAYING
@@ -1011,7 +1019,7 @@ class Exchange:
         metrics = self._services.metrics
         metrics.retries.inc()
         metrics.placements.counts[("moved",)] += 1
-        attempt = self._services.router.take_over(attempt, worker)
+        attempt = self._model.router.take_over(attempt, worker)
         attempt.serves(self)
         self._attempt = self._last_attempt = attempt
         self._attempts += 1
@@ -1027,7 +1035,7 @@ class Exchange:
         self._first_byte()
         self._request.body = b""
         if head.streams and self._attempt is not None:
-            self._services.router.attempts.prefill_done(self._attempt)
+            self._model.router.attempts.prefill_done(self._attempt)
         return self._response.lines
 
     def passed(self) -> None:
@@ -1047,13 +1055,13 @@ class Exchange:
         attempt, self._attempt = self._attempt, None
         if attempt is not None:
             if self._is_run:
-                self._services.trials.answered(self)
+                self._model.trials.answered(self)
             usage = self._response.usage()
             if status < _SERVER_ERROR:
                 output_tokens = 0 if usage is None else usage.output_tokens or 0
-                self._services.router.attempts.succeed(attempt, output_tokens)
+                self._model.router.attempts.succeed(attempt, output_tokens)
             else:
-                self._services.router.attempts.fail(attempt, by_worker=True, answered=True)
+                self._model.router.attempts.fail(attempt, by_worker=True, answered=True)
             if (turn := self._preparation.turn) is not None and status == OK:
                 diagnosis = self._services.cache_turns.end(
                     turn, self._preparation.diagnosis, attempt, usage, self._response.first_data
@@ -1154,7 +1162,7 @@ class Exchange:
         self._disconnect()
         attempt = self._attempt
         if attempt is not None and attempt.sent_s is not None and self._is_run:
-            self._services.trials.left(self, attempt.answerer, attempt.sent_s)
+            self._model.trials.left(self, attempt.answerer, attempt.sent_s)
         status = self._response.head.status or (OK if self._stage is WAITING else None)
         if self._stage is BEFORE_FIRST_BYTE:
             status = None

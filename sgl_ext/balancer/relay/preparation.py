@@ -21,6 +21,7 @@ from sgl_ext.balancer.relay.reading import Reading, ReadPlan
 from sgl_ext.balancer.relay.services import Services
 from sgl_ext.balancer.reporting.cache_turns import CacheTurn
 from sgl_ext.balancer.reporting.diagnosis import PromptDiagnosis
+from sgl_ext.balancer.routing.models import ModelPool
 from sgl_ext.balancer.routing.routing_request import NO_ROUTING, RoutingRequest
 from sgl_ext.protocols.errors import BalancerError, no_memory
 from sgl_ext.protocols.registry import GENERATE
@@ -45,6 +46,7 @@ class Preparation(msgspec.Struct, frozen=True):
     context_path: the path of its protocol if it asks for a context of what its marks cover.
     turn: what the doctor and cache diagnostics learn of it; None if neither needs to.
     beat: as of its reading.
+    pool: of the model that answers; None for any.
     """
 
     routing: RoutingRequest
@@ -60,6 +62,7 @@ class Preparation(msgspec.Struct, frozen=True):
     context_path: str = ""
     turn: CacheTurn | None = None
     beat: bytes = b""
+    pool: ModelPool | None = None
 
 
 _CONTEXT = HEADER.encode()
@@ -80,7 +83,7 @@ def plan_of(services: Services, head: RequestHead, *, remembers: bool = False) -
 def _make_plan(services: Services, head: RequestHead) -> ReadPlan:
     route = head.route
     assert route is not None, "requests without a route are not read"
-    tenant, rules = services.router.tenants.of_headers(head.hints), services.bodies.hint_rules
+    tenant, rules = services.tenants.of_headers(head.hints), services.bodies.hint_rules
     return ReadPlan(
         head.path,
         head.target,
@@ -127,6 +130,7 @@ def prepare(
     if plan.runs and (stated := stated_session(plan.hints, stripped.body)):
         tenant, hashes = plan.hints.get(TENANT_HEADER, ""), services.router.hashes_sessions
         session = shown_name(stated, tenant, hashes=hashes)
+    pool = services.models.choose(reading.model)
     facts = head.facts
     if stripped.fields or session:
         facts = with_body(facts, stripped.fields, session)
@@ -136,7 +140,7 @@ def prepare(
     if reading.question is not None:
         earlier = services.cache_turns.prompt_before(plan.tenant, reading.question)
     if reading.prompt is not None:
-        routing = services.router.routing_of(reading.prompt, plan.hints, warms=plan.warms)
+        routing = pool.router.routing_of(reading.prompt, plan.hints, warms=plan.warms)
         if plan.runs and services.request_log.detector is not None:
             diagnosis, prompt = services.request_log.detector.diagnose(
                 reading.path,
@@ -171,6 +175,7 @@ def prepare(
         context_path=reading.path if wants_context else "",
         turn=turn,
         beat=reading.beat,
+        pool=pool,
     )
 
 
@@ -208,7 +213,7 @@ async def _make(services: Services, request: Request, path: str) -> tuple[str, b
     if items is None:
         return made, b""
     about, covers = made
-    tenant = services.router.tenants.of_headers(request.head.hints).name
+    tenant = services.tenants.of_headers(request.head.hints).name
     result = await services.bodies.conversations.keep_context(tenant, Registration(about, items))
     covered = ", ".join(f"{name}={count}" for name, count in covers.items())
     return result, f"{HEADER}: {about['context_id']}\r\n{COVERS}: {covered}\r\n".encode()

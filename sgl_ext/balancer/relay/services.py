@@ -22,10 +22,9 @@ from sgl_ext.balancer.reporting.cache_turns import CacheTurns
 from sgl_ext.balancer.reporting.request_log import RequestLog, SampledLog
 from sgl_ext.balancer.reporting.spans import SpanExport
 from sgl_ext.balancer.reporting.whole_balancer import WholeBalancer
-from sgl_ext.balancer.routing.admission import AdmissionQueue, Trials
+from sgl_ext.balancer.routing.models import Models
 from sgl_ext.balancer.routing.readiness import Readiness
 from sgl_ext.balancer.routing.router import Router
-from sgl_ext.balancer.routing.standby_prefill import StandbyPrefill
 from sgl_ext.balancer.routing.worker import Worker
 from sgl_ext.balancer.routing.workers import WorkerSources
 from sgl_ext.limits.byte_account import ByteAccount
@@ -55,8 +54,7 @@ class Services:
 
     metrics: Metrics
     account: ByteAccount
-    router: Router
-    admission_queue: AdmissionQueue
+    models: Models
     rate_limits: RateLimits
     bodies: Bodies
     secret: SentSecret
@@ -74,12 +72,11 @@ class Services:
     def __post_init__(self) -> None:
         failed = self.metrics.background_failed
         self.draining = False
-        self.workers = self.router.workers
+        self.workers = self.models.workers
+        self.tenants = self.models.default.router.tenants
         self.connections = EngineConnections(self.secret.line)
         self.workers.on_leave.append(self._disconnect)
         self.retries = RetryBudget()
-        self.trials = Trials(self.router, lambda: self.admission_queue.timeout_s)
-        self.standby_prefill = StandbyPrefill(self.router, self.metrics, self.session)
         self.heartbeats = Heartbeats(failed)
         self.resends = Resends(failed)
         self.metrics.tables.add("left_requests", self.resends.__len__, lambda: MOST_LEFT)
@@ -89,6 +86,11 @@ class Services:
         self.sampled_log = SampledLog()
         self.context_guard = Guard("making a context", failed)
         self.control = self.make_control(self)
+
+    @property
+    def router(self) -> Router:
+        """The router of the model that is meant where none is named."""
+        return self.models.default.router
 
     @property
     def status(self) -> str:

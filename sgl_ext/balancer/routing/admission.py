@@ -111,11 +111,12 @@ class AdmissionQueue:
         self._held: OrderedQueue[QueuedRequest] = OrderedQueue(
             self.aging_s, self._served, self.router.tenants.weights
         )
-        self.metrics.queued_requests.set_function(self.__len__)
-        self.metrics.held_requests.set_function(self._held.__len__)
+        add_part = self.metrics.add_part
+        add_part(self.metrics.queued_requests, self.__len__)
+        add_part(self.metrics.held_requests, self._held.__len__)
         for label in BANDS:
             waiting = self.metrics.queued_by_priority.labels(label)
-            waiting.set_function(partial(self._waiting_in, label))
+            add_part(waiting, partial(self._waiting_in, label))
         add_table = self.metrics.tables.add
         add_table("admission_queue", self.__len__, lambda: self.limit)
         add_table("agents", self._gate.__len__, lambda: MOST_AGENTS)
@@ -515,7 +516,7 @@ class Trials:
         self._suspects.judged = self._judged
         metrics = self.router.metrics
         metrics.tables.add("suspects", self._suspects.__len__, lambda: LIMIT)
-        metrics.requests_on_trial.set_function(self._waiting.__len__)
+        metrics.add_part(metrics.requests_on_trial, self._waiting.__len__)
         self.router.workers.on_leave.insert(0, self._ended)
         self.router.workers.on_found.append(self._lives)
         self.router.on_capacity.append(self._try_waiting)

@@ -20,7 +20,7 @@ from radix.in_flight_prefixes import InFlightPrefixes
 from radix.index import PrefixIndex
 from radix.residency import Tier
 from sgl_ext.balancer.metrics.registry import Metrics
-from sgl_ext.balancer.routing.router import Router
+from sgl_ext.balancer.routing.models import Models
 from sgl_ext.balancer.routing.worker import Worker
 from sgl_ext.pin_mirror import PinMirror
 from sgl_ext.supervision import Guard, supervise
@@ -163,21 +163,23 @@ _TIMEOUT = aiohttp.ClientTimeout(total=None, sock_connect=5, sock_read=_SILENCE_
 class EventSubscribers:
     """A subscriber for each worker."""
 
-    def __init__(self, session: aiohttp.ClientSession, router: Router, metrics: Metrics) -> None:
+    def __init__(self, session: aiohttp.ClientSession, models: Models, metrics: Metrics) -> None:
         self._session = session
-        self._router = router
+        self._models = models
+        self._workers = models.workers
         self._metrics = metrics
         self._tasks: dict[Worker, asyncio.Task[None]] = {}
         self._tried: dict[Worker, asyncio.Event] = {}
         self._reporting: set[Worker] = set()
         self._complete: set[Worker] = set()
         self._unpublished: dict[Worker, int] = {}
-        router.workers.on_leave.append(self._restart)
+        self._workers.on_leave.append(self._restart)
+        models.on_move.append(self._restart)
 
     def sync(self) -> None:
         """Subscribes to workers that have joined, and unsubscribes from those that have left or
         have drained: an engine without subscribers may end."""
-        workers = {each for each in self._router.workers.all if each.in_flight or not each.draining}
+        workers = {each for each in self._workers.all if each.in_flight or not each.draining}
         for worker in self._tried.keys() - workers:
             if worker in self._tasks:
                 self._tasks.pop(worker).cancel()
@@ -191,7 +193,7 @@ class EventSubscribers:
             step = partial(self._subscribe, worker, Guard("prefix_events", failed))
             task = supervise("subscription", failed, step, _RECONNECT_S)
             self._tasks[worker] = asyncio.create_task(task)
-        for worker in self._router.workers.ready:
+        for worker in self._workers.ready:
             self._note_unpublished(worker)
 
     def _note_unpublished(self, worker: Worker) -> None:
@@ -215,7 +217,7 @@ class EventSubscribers:
     def incomplete(self) -> list[Worker]:
         """The ready workers whose snapshot is not in the index in full, as far as this process
         knows, without those that send none."""
-        return [worker for worker in self._router.workers.ready if worker not in self._complete]
+        return [worker for worker in self._workers.ready if worker not in self._complete]
 
     def _restart(self, worker: Worker) -> None:
         """Ends a subscription, because the router has forgotten what the worker holds. `sync`
@@ -246,7 +248,7 @@ class EventSubscribers:
         if worker not in self._reporting:
             # One connection may break; a second one without a report ends the engine's report.
             worker.clear_load()
-            self._router.capacity_changed()
+            self._models.router_of(worker).capacity_changed()
         self._tried[worker].set()
         await asyncio.sleep(pause_s)
 
@@ -261,7 +263,7 @@ class EventSubscribers:
                 worker.publish(prefixes=False)
                 self._complete.add(worker)
                 return _RECONNECT_UNSUPPORTED_S
-            prefixes = self._router.prefixes
+            prefixes = self._models.router_of(worker).prefixes
             reader = PrefixEventReader(
                 worker.slot,
                 prefixes.written,
@@ -278,22 +280,23 @@ class EventSubscribers:
         return 0.0
 
     def _find_tiers(self, worker: Worker, event: Event) -> Tiers:
-        workers = self._router.workers
+        workers = self._workers
         before = workers.slots_of(worker)
         has_host = Tier.HOST in (event.publishes or ())
         workers.set_tiers(worker, has_host=has_host, machine=event.machine)
         for slot in {*before}.difference(workers.slots_of(worker)):
-            self._router.prefixes.forget_worker(slot)
+            self._models.router_of(worker).prefixes.forget_worker(slot)
         return worker.host_slot, worker.shared_slot
 
     def _note(self, worker: Worker, event: Event, reader: PrefixEventReader, now_s: float) -> None:
-        if event.complete and self._router.prefixes.written is not None:
+        router = self._models.router_of(worker)
+        if event.complete and router.prefixes.written is not None:
             self._complete.add(worker)
         if event.publishes is not None:
             worker.publish(prefixes=PREFIXES in event.publishes)
         if not event.alive:
             worker.heard(now_s)
-            self._router.attempts.confirm(worker)
+            router.attempts.confirm(worker)
         self._metrics.prefix_events.counts[(worker.id,)] += 1
         for fault, count in ((Fault.ORPHAN, reader.orphans), (Fault.REPEATED, reader.repeated)):
             if count:
@@ -305,7 +308,7 @@ class EventSubscribers:
         if event.load is not None:
             worker.apply_load(event.load, now_s)
             self._reporting.add(worker)
-            self._router.load_reported(worker)
+            router.load_reported(worker)
 
 
 async def _lines(content: aiohttp.StreamReader) -> AsyncIterator[bytes]:

@@ -5,6 +5,7 @@ one index in shared memory, and one of them writes it.
 """
 
 from collections.abc import Callable, Iterator
+from copy import copy
 
 import msgspec
 
@@ -142,8 +143,12 @@ class HeldBySlot:
 class Prefixes:
     """The prefix index and the in-flight prefixes of all workers.
 
+    Those of one model's workers share the index with others, and have in-flight prefixes and a size
+    of a token of their own.
+
     index: for lookups.
     written: the index that this process writes; None if another process does.
+    slots: a bitmask of the slots that count in a lookup.
     """
 
     def __init__(
@@ -165,13 +170,23 @@ class Prefixes:
         else:
             self.index = IndexView(memory)
             self.written = SharedIndex(memory) if writes else None
+        self._begin()
+
+    def _begin(self) -> None:
+        self.slots = -1
         self.in_flight = InFlightPrefixes()
         self._bytes_per_token = _BYTES_PER_TOKEN
         self._calibrations = 0
 
+    def of_model(self) -> "Prefixes":
+        """Those of the workers of one model."""
+        found = copy(self)
+        found._begin()
+        return found
+
     def add_tables(self, tables: Tables) -> None:
         """Shows the sizes of the index and of the in-flight prefixes."""
-        tables.add("prefix_index", lambda: len(self.index), lambda: self._limit_segments)
+        tables.put("prefix_index", lambda: len(self.index), lambda: self._limit_segments)
         in_flight = self.in_flight
         tables.add("in_flight_prefixes", in_flight.__len__, lambda: in_flight.limit_segments)
 
@@ -179,8 +194,9 @@ class Prefixes:
         """What each worker holds of a chain."""
         found = HeldBySlot()
         for match in self.index.matches(chain.hashes):
-            held = HeldPrefix(match.tokens, match.depth, match.tokens, match.depth)
-            found.groups.append((match.workers, held))
+            if workers := match.workers & self.slots:
+                held = HeldPrefix(match.tokens, match.depth, match.tokens, match.depth)
+                found.groups.append((workers, held))
         for slot, (depth, in_flight) in self.in_flight.deepest(chain.hashes).items():
             held = found[slot]
             segments = held.segments

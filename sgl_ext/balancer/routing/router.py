@@ -35,7 +35,7 @@ from sgl_ext.balancer.routing.attempts import FOLLOW_TOKENS, Attempts
 from sgl_ext.balancer.routing.prefixes import HeldBySlot, Prefixes, slower_tokens
 from sgl_ext.balancer.routing.routing_request import Prompt, RoutingRequest, read_prompt
 from sgl_ext.balancer.routing.worker import DECODE, Attempt, Worker
-from sgl_ext.balancer.routing.workers import Workers, can_answer
+from sgl_ext.balancer.routing.workers import WorkerSet, can_answer
 from sgl_ext.protocols.registry import of_path
 from sgl_ext.reading.client import is_final, shown_name
 from sgl_ext.reading.segments import Chain
@@ -65,7 +65,7 @@ class Candidates:
 
     def __init__(
         self,
-        workers: Workers,
+        workers: WorkerSet,
         routing: RoutingRequest,
         tried: set[Worker],
         worker_limit: int,
@@ -162,7 +162,7 @@ class Fleet:
     workers again, in turn, the more the longer ago the last decision was.
     """
 
-    def __init__(self, workers: Workers, sessions: Sessions) -> None:
+    def __init__(self, workers: WorkerSet, sessions: Sessions) -> None:
         self._workers = workers
         self._sessions = sessions
         self._shortlist = Shortlist()
@@ -269,7 +269,7 @@ _NO_VIEW = WorkerView("")
 class Homes:
     """Finds homes. Sessions are remembered in `attempts`."""
 
-    def __init__(self, workers: Workers, attempts: Attempts, fleet: Fleet) -> None:
+    def __init__(self, workers: WorkerSet, attempts: Attempts, fleet: Fleet) -> None:
         self._workers = workers
         self._attempts = attempts
         self._fleet = fleet
@@ -353,7 +353,7 @@ class Homes:
 
 @dataclass(eq=False)
 class Router:
-    """Places requests on workers. One a process; not thread-safe.
+    """Places requests on the workers of one model. Not thread-safe.
 
     worker_limit: how many requests may be in flight at a worker in any case.
     lists_others: whether in a large fleet, too, the attempt of a session that stays at its worker
@@ -362,7 +362,7 @@ class Router:
     on_capacity: called whenever a worker may have more capacity.
     """
 
-    workers: Workers
+    workers: WorkerSet
     metrics: Metrics
     worker_limit: int = 1024
     sort_tools: bool = False
@@ -383,7 +383,7 @@ class Router:
         tables.add("sessions", sessions.__len__, lambda: sessions.limit)
         self.on_capacity: list[Callable[[], None]] = []
         self.attempts.on_end.append(self.capacity_changed)
-        self.workers.on_leave.append(self._forget)
+        self.workers.on_leave.append(self.forget)
 
     def read(
         self,
@@ -600,7 +600,7 @@ class Router:
         available = [w for w in self.workers.all if w.is_available and w.role != DECODE]
         return [(w, self.fleet.view(w, held.tokens, now_s)) for w in available]
 
-    def _forget(self, worker: Worker) -> None:
+    def forget(self, worker: Worker) -> None:
         """Forgets what was known of a worker that is gone, and of its cache."""
         for slot in self.workers.slots_of(worker):
             self.prefixes.forget_worker(slot)

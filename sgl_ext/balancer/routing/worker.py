@@ -21,6 +21,7 @@ from scheduler.speeds import EVEN
 from sgl_ext.balancer.routing.routing_request import RoutingRequest
 from sgl_ext.membership.member import Member
 from sgl_ext.pin_mirror import PinMirror
+from sgl_ext.protocols.models import NOT_STATED
 from sgl_ext.wire.peers import Load
 
 STATES = (
@@ -137,6 +138,8 @@ class Worker:
     role: PREFILL or DECODE, or "" for an engine that does both.
     bootstrap: where decode engines get the KV of a prefill engine, `HOST PORT`.
     source: the name of its source.
+    model: the name of its pool (`models`). stated: the model that it says it serves.
+    models_asked_s: when it was asked for that.
     cause: why it was not ready at last; "" if it was from the start.
     draining: it gets no new requests. is_gone: it is also removed after its last one.
     is_expected: it gets no new requests now, and requests that find no other worker wait for it.
@@ -184,6 +187,9 @@ class Worker:
         self.bootstrap = ""
         self.url = member.url
         self.source = source
+        self.model = ""
+        self.stated = NOT_STATED
+        self.models_asked_s = float("-inf")
         self.slot = slot
         self.host_slot: int | None = None
         self.machine = ""

@@ -13,12 +13,15 @@ from typing import Any
 
 import aiohttp
 import msgspec
+import orjson
 
 from scheduler.silence import HANG_S, LOOK_S, Signs, is_waited_for
 from sgl_ext.balancer.routing.worker import Worker
 from sgl_ext.balancer.routing.workers import Workers, can_answer
+from sgl_ext.protocols.models import NOT_STATED, StatedModel, read_stated
+from sgl_ext.protocols.models import PATH as MODELS_PATH
 from sgl_ext.supervision import Failed, supervise
-from sgl_ext.wire.headers import RANK_HEADER
+from sgl_ext.wire.headers import PURPOSE_HEADER, RANK_HEADER
 from sgl_ext.wire.probes import READY_PATH, WORK_PATH, read_probe, read_signs
 
 log = logging.getLogger(__name__)
@@ -29,6 +32,10 @@ SILENT_PROBES = 3
 _TOKEN = {"input_ids": [1], "sampling_params": {"max_new_tokens": 1}}
 # A request that was sent so long after an engine's last sign of life is not what it does.
 SENT_LATE_S = 1.0
+MODELS_S = 10.0
+"""How often a ready worker is asked which model and adapters it serves."""
+PROBE = "probe"
+_MODELS_TIMEOUT = aiohttp.ClientTimeout(total=2)
 _GENERATE_TIMEOUT = aiohttp.ClientTimeout(total=30)
 
 
@@ -38,6 +45,7 @@ class WorkerProbes:
 
     failed: called with the task's name when a probe raises; the next one is made all the same.
     compile_timeout_s: as `BalancerSettings.compile_timeout_s`.
+    stated: called with what a worker states of its model; None: they are not asked.
     """
 
     workers: Workers
@@ -45,6 +53,7 @@ class WorkerProbes:
     failed: Failed
     interval_s: float = 1.0
     compile_timeout_s: float = 600.0
+    stated: Callable[[Worker, StatedModel], None] | None = None
     clock: Callable[[], float] = time.monotonic
     _stalled: set[Worker] = field(default_factory=set, init=False)
 
@@ -88,6 +97,7 @@ class WorkerProbes:
             worker.settings_number = said.settings_number
             if status == HTTPStatus.OK:
                 self.workers.set_role(worker, said.role)
+                await self._ask_model(worker)
                 for rank in self.workers.set_ranks(worker, 1 if said.ranks is None else said.ranks):
                     await self.probe(rank)
         worker.is_reachable = status is not None
@@ -102,6 +112,25 @@ class WorkerProbes:
             self._set_hung(worker, True, is_stopped=True)
         elif worker.silent_probes >= SILENT_PROBES:
             self._set_hung(worker, True)
+
+    async def _ask_model(self, worker: Worker) -> None:
+        """Asks a worker that becomes ready, and now and then one that is, which model it serves:
+        adapters are loaded meanwhile. One that does not say it keeps what it said before."""
+        now_s = self.clock()
+        if self.stated is None or (worker.ready and now_s - worker.models_asked_s < MODELS_S):
+            return
+        worker.models_asked_s = now_s
+        headers = {PURPOSE_HEADER: PROBE}
+        try:
+            async with self.session.get(
+                worker.url + MODELS_PATH, timeout=_MODELS_TIMEOUT, headers=headers
+            ) as got:
+                said = await got.read() if got.status == HTTPStatus.OK else b""
+            stated = read_stated(orjson.loads(said)) if said else NOT_STATED
+        except (TimeoutError, aiohttp.ClientError, ValueError):
+            return
+        if stated.name:
+            self.stated(worker, stated)
 
     async def _is_waited_for(self, worker: Worker) -> bool:
         """Whether a worker has sent something lately, or shows why it does not. SGLang itself takes

@@ -59,50 +59,26 @@ class Slots:
         self._taken.discard(slot)
 
 
-class Workers(Collector):
-    """All engines, and their metrics.
+class WorkerSet:
+    """Workers, and how to find one of them: those of one model, or all.
 
-        sources --> apply --> all <-- change -- admin API
-
-    model: the one that the workers state, "" if none does.
     has_roles: whether some are prefill or decode engines.
     has_tiers: whether some have slower tiers.
-    admin: what the admin API changed.
+    slots: a bitmask of what they hold something under.
     on_leave: called with each worker that is removed or no longer ready.
     on_found: called with each worker that a probe finds ready, and when the probe began.
     """
 
-    def __init__(
-        self,
-        metrics: Metrics,
-        clock: Callable[[], float] = time.monotonic,
-        sources: Sequence[str] = (),
-        slots: Slots | None = None,
-    ) -> None:
-        """sources: their names, the most important first. slots: those of all processes that share
-        a prefix index; without them, this process has its own."""
+    def __init__(self) -> None:
         self.all: list[Worker] = []
-        self.model = ""
-        self.admin = AdminChanges()
+        self.has_roles = False
+        self.has_tiers = False
+        self.slots = 0
         self.on_leave: list[Callable[[Worker], None]] = []
         self.on_found: list[Callable[[Worker, float], None]] = []
-        self._metrics = metrics
-        self._clock = clock
-        self._slots = slots or Slots()
-        self._order = sources
-        self._lists: dict[str, Sequence[Member]] = {}
-        self._ignored: set[str] = set()
         self._by_id: dict[str, Worker] = {}
         self._by_slot: dict[int, Worker] = {}
         self._masks: defaultdict[int, int] = defaultdict(int)
-        self._ranks: dict[tuple[str, str], int] = {}
-        self.has_roles = False
-        self.has_tiers = False
-        metrics.registry.register(self)
-        metrics.tables.add("added_workers", lambda: len(self.admin.added), lambda: MOST_ADDED)
-
-    def collect(self) -> Iterable[Metric]:
-        return gauges(self._by_id, STATES, self._clock())
 
     @property
     def ready(self) -> list[Worker]:
@@ -126,6 +102,65 @@ class Workers(Collector):
         """The worker with this URL. One that takes requests comes before one that drains."""
         found = [worker for worker in self.all if worker.url == url.rstrip("/")]
         return min(found, key=lambda worker: worker.draining, default=None)
+
+    def slots_of(self, worker: Worker) -> list[int]:
+        """The slots of the segments that no other ready worker can read."""
+        slots = [worker.slot, worker.host_slot]
+        if not any(w.ready and w.machine == worker.machine for w in self.all if w is not worker):
+            slots.append(worker.shared_slot)
+        return [slot for slot in slots if slot is not None]
+
+    def index(self) -> None:
+        """Call it when `all` has changed, or a worker's slots or role. A worker that stays counts
+        before one with the same id that leaves."""
+        leaving_first = sorted(self.all, key=lambda worker: not worker.is_gone)
+        self._by_id = {worker.id: worker for worker in leaving_first}
+        self._by_slot = {worker.slot: worker for worker in self.all}
+        self._by_slot |= {w.host_slot: w for w in self.all if w.host_slot is not None}
+        self.has_roles = any(each.role for each in self.all)
+        self.has_tiers = any(w.has_tiers for w in self.all)
+        self.slots = 0
+        self._masks = defaultdict(int)
+        for worker in self.all:
+            for slot in (worker.slot, worker.host_slot, worker.shared_slot):
+                if slot is not None:
+                    self._masks[slot] |= 1 << worker.slot
+                    self.slots |= 1 << slot
+
+
+class Workers(WorkerSet, Collector):
+    """All engines, and their metrics.
+
+        sources --> apply --> all <-- change -- admin API
+
+    admin: what the admin API changed.
+    on_change: called when there are other workers, or they have other slots or roles.
+    """
+
+    def __init__(
+        self,
+        metrics: Metrics,
+        clock: Callable[[], float] = time.monotonic,
+        sources: Sequence[str] = (),
+        slots: Slots | None = None,
+    ) -> None:
+        """sources: their names, the most important first. slots: those of all processes that share
+        a prefix index; without them, this process has its own."""
+        super().__init__()
+        self.admin = AdminChanges()
+        self.on_change: list[Callable[[], None]] = []
+        self._metrics = metrics
+        self._clock = clock
+        self._slots = slots or Slots()
+        self._order = sources
+        self._lists: dict[str, Sequence[Member]] = {}
+        self._ignored: set[str] = set()
+        self._ranks: dict[tuple[str, str], int] = {}
+        metrics.registry.register(self)
+        metrics.tables.add("added_workers", lambda: len(self.admin.added), lambda: MOST_ADDED)
+
+    def collect(self) -> Iterable[Metric]:
+        return gauges(self._by_id, STATES, self._clock())
 
     def apply(self, source: str, members: Sequence[Member]) -> None:
         """Replaces the list of a source. A worker that is on no list any more gets no new requests,
@@ -190,17 +225,12 @@ class Workers(Collector):
             worker.machine, worker.shared_slot = machine, slot
         self._index()
 
-    def slots_of(self, worker: Worker) -> list[int]:
-        """The slots of the segments that no other ready worker can read."""
-        slots = [worker.slot, worker.host_slot]
-        if not any(w.ready and w.machine == worker.machine for w in self.all if w is not worker):
-            slots.append(worker.shared_slot)
-        return [slot for slot in slots if slot is not None]
-
     def set_role(self, worker: Worker, stated: str) -> None:
         """Takes over the role that a worker states: `prefill PORT`, `decode` or nothing."""
+        before = worker.role
         worker.set_role(stated)
-        self.has_roles = any(each.role for each in self.all)
+        if worker.role != before:
+            self._index()
 
     def set_ranks(self, worker: Worker, ranks: int) -> list[Worker]:
         """Makes each data-parallel rank of an engine a worker, as its rank 0 found that it has so
@@ -274,7 +304,7 @@ class Workers(Collector):
         return (member for members in self._lists.values() for member in members)
 
     def _update(self, joined_s: float | None) -> None:
-        listed, self.model, ignored = merge(self._lists, self.admin, self.model)
+        listed, ignored = merge(self._lists, self.admin)
         known = {(worker.id, worker.url): worker for worker in self.all}
         listed_ranks = [
             (member, source, rank)
@@ -302,17 +332,9 @@ class Workers(Collector):
         self._ignored = {*ignored}
 
     def _index(self) -> None:
-        """A worker that stays counts before one with the same id that leaves."""
-        leaving_first = sorted(self.all, key=lambda worker: not worker.is_gone)
-        self._by_id = {worker.id: worker for worker in leaving_first}
-        self._by_slot = {worker.slot: worker for worker in self.all}
-        self._by_slot |= {w.host_slot: w for w in self.all if w.host_slot is not None}
-        self.has_tiers = any(w.has_tiers for w in self.all)
-        self._masks = defaultdict(int)
-        for worker in self.all:
-            for slot in (worker.slot, worker.host_slot, worker.shared_slot):
-                if slot is not None:
-                    self._masks[slot] |= 1 << worker.slot
+        self.index()
+        for action in self.on_change:
+            action()
 
     def _join(self, member: Member, rank: int, joined_s: float | None) -> Worker:
         slot = self._slots.take(f"{rank_id(member.id, rank)}\n{member.url}")

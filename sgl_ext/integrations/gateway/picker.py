@@ -65,7 +65,7 @@ class EndpointPicker:
     async def start(self) -> None:
         """Listens. Raises SystemExit if the address or the certificate cannot be used."""
         settings, services = self._settings, self._balancer.services
-        services.router.lists_others = True  # a gateway also gets the addresses of other engines
+        services.models.list_others()  # a gateway also gets the addresses of other engines
         services.metrics.gateway_streams.set_function(lambda: self._streams)
         self._health = Health(services)
         await self._health.update()

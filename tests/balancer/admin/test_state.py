@@ -50,11 +50,9 @@ def reporting(*lines: dict[str, Any]) -> Engine:
     """An engine that reports this, and answers every chat with USAGE."""
 
     async def answer(request: web.Request) -> web.Response:
-        if request.path == "/v1/models":
-            return web.json_response({"data": [{"id": "tiny"}]})
         return web.json_response({"usage": USAGE})
 
-    engine = Engine("a", answer)
+    engine = Engine("a", answer, "tiny")
     queue: asyncio.Queue[bytes] = asyncio.Queue()
     for number, line in enumerate(lines):
         queue.put_nowait(json.dumps({"seq": number, **line}).encode() + b"\n")

@@ -22,13 +22,13 @@ from sgl_ext.balancer.cluster.peers import (
     StoreMessages,
 )
 from sgl_ext.balancer.metrics.registry import Metrics
-from sgl_ext.balancer.routing.router import Router, explain
+from sgl_ext.balancer.routing.router import explain
 from sgl_ext.balancer.routing.routing_request import RoutingRequest
 from sgl_ext.balancer.routing.worker import Attempt
 from sgl_ext.wire.peers import Load
 from tests.balancer.shared_memory import SharedMemory
 from tests.balancer.wire import until
-from tests.balancer.workers import workers_at
+from tests.balancer.workers import models_of, workers_at
 from tests.waiting import HANG_S
 
 A, B = "http://a", "http://b"
@@ -61,9 +61,10 @@ class Process:
         for worker in self.workers.all:
             self.workers.mark(worker, ready=True)
             worker.publishes = True
-        self.router = Router(self.workers, self.metrics, clock=self.clock)
+        self.models = models_of(self.workers, self.metrics, self.clock)
+        self.router = self.models.default.router
         group = PeerGroup(number, SECRET, tuple(wires))  # type: ignore[arg-type]
-        self.peers = Peers(group, self.router, self.metrics, self.clock)
+        self.peers = Peers(group, self.models, self.metrics, self.clock)
         self.peers.load_changed = self.peers.send_state  # type: ignore[method-assign]
         self.router.attempts.on_end[:] = [self.peers.send_state]
 
@@ -269,8 +270,8 @@ def flooded() -> Iterator[tuple[Peers, socket.socket, Metrics]]:
     ):
         mine.bind(("127.0.0.1", 0))
         metrics = Metrics()
-        router = Router(workers_at([A, B], metrics), metrics)
-        yield Peers(PeerGroup(0, SECRET, (mine,)), router, metrics), they, metrics
+        models = models_of(workers_at([A, B], metrics), metrics)
+        yield Peers(PeerGroup(0, SECRET, (mine,)), models, metrics), they, metrics
 
 
 async def test_a_flood_of_datagrams_leaves_the_loop_its_turns(

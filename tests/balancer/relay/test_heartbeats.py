@@ -166,7 +166,7 @@ async def test_a_stream_in_the_queue_gets_beats_and_its_rejection_is_an_event(
 ) -> None:
     worker = Raw([])
     balancer = await serve(worker, max_in_flight=1, queue_timeout_s=100.0)
-    waits, queue, clock = Waits(balancer), balancer.services.admission_queue, Clock()
+    waits, queue, clock = Waits(balancer), balancer.services.models.default.queue, Clock()
     queue.clock = clock
     first, second = [await connect(balancer) for _ in range(2)]
     first.writer.write(asked(MESSAGES))

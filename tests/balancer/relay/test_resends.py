@@ -182,7 +182,7 @@ async def test_an_answer_that_ended_meanwhile_is_sent_whole(serve: Serve, connec
 async def test_a_request_in_the_queue_keeps_its_place(serve: Serve, connect: Connect) -> None:
     worker = Raw([], [], [])
     node = Node(await serve(worker, max_in_flight=1), connect)
-    queue = node.balancer.services.admission_queue
+    queue = node.balancer.services.models.default.queue
     await node.send(asked("runs"))
     await until(lambda: worker.requests)
     first = await node.send(asked("first"))

@@ -195,12 +195,6 @@ def test_an_edit_counts_after_a_step_back_of_the_clock() -> None:
     assert workers.add(ONE.url, 50.0) is named(workers, "1")
 
 
-def test_the_admin_api_cannot_add_what_a_source_lists_with_another_model() -> None:
-    workers = table(x=[changed(ONE, model="a"), changed(TWO, model="b")])
-    assert workers.add(TWO.url, 1.0) is None
-    assert (workers.admin.added, workers.model) == ((), "a")
-
-
 def test_the_metrics_of_a_worker_end_with_it() -> None:
     metrics = Metrics()
     workers = Workers(metrics)

@@ -261,7 +261,7 @@ async def test_a_request_waits_for_capacity_and_then_gets_an_error(begin: Begin)
     first = asyncio.create_task(setting.post(talk("one")))
     await until(lambda: sum(setting.picker.in_flight) == 1)
     second = asyncio.create_task(setting.post(talk("two")))
-    queue = setting.picker.balancer.services.admission_queue
+    queue = setting.picker.balancer.services.models.default.queue
     await until(lambda: len(queue) == 1)
     gate.set()
     assert (await first)[0] == (await second)[0] == 200

@@ -403,7 +403,7 @@ async def test_a_request_waits_until_an_engine_has_capacity(pick: Pick, ask: Ask
     await first.request(talk("one"))
     await second.head()
     await second.body(orjson.dumps(talk("two")))
-    queue = picker.balancer.services.admission_queue
+    queue = picker.balancer.services.models.default.queue
     await until(lambda: len(queue) == 1)
     await first.complete()
     await second.picked()
