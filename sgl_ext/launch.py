@@ -27,7 +27,14 @@ from sgl_ext.node.children import Engine, make_children
 from sgl_ext.node.control import Control, socket_path
 from sgl_ext.node.failure import reason_of
 from sgl_ext.node.flags import check_given_flags, why_one_start
-from sgl_ext.node.keepers import HUNG_LOOK_S, EngineCalls, HungEngines, Keepers, end_at_once
+from sgl_ext.node.keepers import (
+    HUNG_LOOK_S,
+    OWN_TLS,
+    EngineCalls,
+    HungEngines,
+    Keepers,
+    end_at_once,
+)
 from sgl_ext.node.log_dir import Operator, begin_log, launcher_log, locked, rotated
 from sgl_ext.node.progress import start_progress, summary
 from sgl_ext.node.reloads import Reloads, live_settings
@@ -176,7 +183,8 @@ async def wait_until_ready(
     limit_s = settings.start_timeout_s
     deadline = time.monotonic() + limit_s
     waiting = {engine.url: engine for engine in engines}
-    async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=5)) as session:
+    timeout, connector = aiohttp.ClientTimeout(total=5), aiohttp.TCPConnector(ssl=OWN_TLS)
+    async with aiohttp.ClientSession(timeout=timeout, connector=connector) as session:
         with start_progress(console, engines) as show:
             while waiting:
                 for child in (balancer, *engines):

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 
-from sgl_ext.settings.schema import SettingsError
+from sgl_ext.settings.schema import BalancerSettings, SettingsError
 
 
 def require_free(host: str, port: int) -> None:
@@ -68,6 +68,12 @@ def reachable(host: str, port: int) -> str:
     """HOST:PORT at which this machine reaches what listens on an address."""
     host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)
     return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+
+
+def base_url(settings: BalancerSettings) -> str:
+    """The URL at which this machine reaches a balancer."""
+    scheme = "http" if settings.tls_cert is None else "https"
+    return f"{scheme}://{reachable(settings.host, settings.port)}"
 
 
 def _family(host: str) -> socket.AddressFamily:

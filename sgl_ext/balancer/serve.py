@@ -25,7 +25,7 @@ from sgl_ext.limits.byte_account import return_freed_memory
 from sgl_ext.logs import write_logs
 from sgl_ext.membership.member import Membership
 from sgl_ext.membership.sources import open_sources
-from sgl_ext.ports import reachable, require_free
+from sgl_ext.ports import base_url, require_free
 from sgl_ext.process import end_with_parent, hold_hangups, on_hangup
 from sgl_ext.settings.fields import changed
 from sgl_ext.settings.schema import VARIABLE, BalancerSettings, SettingsError
@@ -124,7 +124,7 @@ async def _serve(
     except OSError as error:
         raise SystemExit(f"sgl-ext balancer: port={config.port}: {error.strerror}") from None
     on_hangup(partial(asyncio.get_running_loop().call_soon_threadsafe, reload))
-    log.info("listening", extra={"url": f"http://{reachable(config.host, config.port)}"})
+    log.info("listening", extra={"url": base_url(config)})
     if front is not None:
         await front.start()
     await stop.wait()

@@ -3,6 +3,7 @@
 import asyncio
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 
 from sgl_ext.balancer.access.authentication import Authentication, KeyFileReloader, SentSecret
@@ -19,6 +20,7 @@ from sgl_ext.balancer.http.downstream import (
 )
 from sgl_ext.balancer.http.request_head import RequestHeadCache
 from sgl_ext.balancer.http.request_reader import Request, RequestReader
+from sgl_ext.balancer.http.tls import TlsPort
 from sgl_ext.balancer.metrics.registry import Metrics
 from sgl_ext.balancer.parts import Basis, Parts
 from sgl_ext.balancer.relay.exchange import Exchange
@@ -28,7 +30,8 @@ from sgl_ext.limits.byte_account import ByteAccount
 from sgl_ext.membership.member import Membership
 from sgl_ext.membership.sources import open_sources
 from sgl_ext.protocols import routes
-from sgl_ext.protocols.errors import BalancerError, shutting_down
+from sgl_ext.protocols.errors import BalancerError, plain_http, shutting_down
+from sgl_ext.settings.certificates import certificate_of
 from sgl_ext.settings.reloading import LiveSettings
 from sgl_ext.settings.schema import BalancerSettings, SettingsError
 from sgl_ext.settings.secrets import read_api_key
@@ -76,6 +79,8 @@ class Balancer:
         metrics.connections.set_function(self._connections.__len__)
         metrics.draining.set_function(lambda: self.draining)
         self._stalls = StallMonitor(metrics.stall_s.observe)
+        self._certificate = certificate_of(config, self._count_certificate("refused"))
+        self._tls: TlsPort | None = None
         tenants = Tenants(config.tenants, config.max_priority)
         key_file = None if config.keys is None else KeyFileReloader(Path(config.keys), metrics)
         authentication = Authentication(
@@ -111,7 +116,17 @@ class Balancer:
         self._parts = Parts(self._basis)
         self._services = self._parts.services
         await self._parts.start()
-        steps = [("timeouts", self._time_out), *self._parts.steps()]
+        make: Callable[[], asyncio.BufferedProtocol] = partial(DownstreamConnection, self)
+        if self._certificate is not None:
+            self._tls = TlsPort(self._certificate, make, self._plain_answer, self._count_handshake)
+            self._metrics.tables.add("tls_handshakes", self._tls.__len__, lambda: TlsPort.limit)
+            self._show_certificate()
+            make = self._tls.connection
+        steps = [
+            ("timeouts", self._time_out),
+            ("certificate", self._reload_certificate),
+            *self._parts.steps(),
+        ]
         self._steps = [(Guard(name, failed), step) for name, step in steps]
         self._stalls.start()
         self._tasks = [
@@ -119,7 +134,7 @@ class Balancer:
             for name, task in (("sweep", lambda: self.sweep(loop.time())), *self._parts.tasks())
         ]
         self._server = await loop.create_server(
-            lambda: DownstreamConnection(self),
+            make,
             self._config.host,
             self._config.port,
             backlog=_BACKLOG,
@@ -169,6 +184,8 @@ class Balancer:
                 await asyncio.wait_for(self._empty.wait(), _LAST_WORDS_S)
         for connection in tuple(self._connections):
             connection.abort()
+        if self._tls is not None:
+            self._tls.close()
         self._stalls.stop()
         for task in self._tasks:
             task.cancel()
@@ -176,7 +193,9 @@ class Balancer:
         await self._parts.close()
 
     async def reload(self) -> None:
-        """Reads the settings again and applies what can change. The log says what that was."""
+        """Reads the settings again and applies what can change, and the certificate. The log says
+        what that was."""
+        self._reload_certificate(always=True)
         with suppress(SettingsError, LauncherUnreachable):
             await self._parts.reloads.reload()
 
@@ -237,6 +256,33 @@ class Balancer:
     def error_response(self, error: BalancerError, path: str) -> RawResponse:
         return self._services.error_response(error, path)
 
+    # The certificate, and connections before they speak HTTP.
+
+    def _reload_certificate(self, *, always: bool = False) -> None:
+        if self._certificate is not None and self._certificate.reload(always=always):
+            self._count_certificate("applied")()
+            self._show_certificate()
+
+    def _show_certificate(self) -> None:
+        if self._certificate is not None:
+            self._metrics.certificate_expiry.set(self._certificate.expires_s)
+
+    def _count_certificate(self, result: str) -> Callable[[], None]:
+        counts = self._metrics.file_reloads.counts
+
+        def count() -> None:
+            counts["tls", result] += 1
+
+        return count
+
+    def _count_handshake(self, reason: str) -> None:
+        self._metrics.tls_handshakes_failed.counts[(reason,)] += 1
+
+    def _plain_answer(self, path: str) -> bytes:
+        status, reason, lines, body = self.error_response(plain_http(), path)
+        framing = b"content-length: %d\r\nconnection: close\r\n\r\n" % len(body)
+        return b"HTTP/1.1 %d %b\r\n%b%b%b" % (status, reason, lines, framing, body)
+
     # What happens once every interval.
 
     def sweep(self, now: float) -> None:
@@ -248,6 +294,8 @@ class Balancer:
                 step()
 
     def _time_out(self) -> None:
+        if self._tls is not None:
+            self._tls.sweep(self.now)
         for connection in [c for c in self._connections if c.deadline < self.now]:
             connection.time_out()
 

@@ -40,6 +40,10 @@ FREE_INFLATED_BYTES = _MIB
 """A body may inflate to this, and to MAX_RATIO times its compressed size above it."""
 INFLATED_STEP_BYTES = 64 * _KIB
 """A body inflates by this much at most before the byte budget is asked for room."""
+MAX_HANDSHAKE_BYTES = 16 * _KIB
+"""From a client, until its TLS handshake is complete."""
+MAX_HANDSHAKES = 1024
+"""TLS handshakes in work in a process; the oldest leaves for a new one."""
 BUDGET_BODIES = 4
 """How many of the largest bodies the byte budget holds, unless it is set."""
 SOCKET_TURNS_BYTES = 16 * _MIB
@@ -66,6 +70,7 @@ MAX_LANES = 32
 
 # Seconds.
 IDLE_S = 75.0
+HANDSHAKE_S = 10.0
 HEAD_S = 30.0
 UNREAD_S = 120.0
 """A client that reads nothing of its answer for this long counts as disconnected."""

@@ -18,7 +18,7 @@ from sgl_ext.node.child import FLEET, Child
 from sgl_ext.node.flags import ports_beside
 from sgl_ext.node.log_dir import new_log
 from sgl_ext.node.reloads import changes_path
-from sgl_ext.ports import free_ports, reachable, require_free
+from sgl_ext.ports import base_url, free_ports, reachable, require_free
 from sgl_ext.settings.schema import LaunchSettings, SettingsError
 
 # The command's, which engines need not know; SGLang would warn of their names.
@@ -147,8 +147,7 @@ def make_children(
         changed_settings=str(changes_path(logs)),
     )
     command = [sys.executable, "-m", "sgl_ext.balancer.serve"]
-    address = reachable(balancer.host, balancer.port)
-    started = _child("balancer", command, balancer.to_environment(), logs, address)
+    started = _child("balancer", command, balancer.to_environment(), logs, base_url(balancer))
     return engines, started, listed
 
 
@@ -168,11 +167,11 @@ def _fleet_child(settings: LaunchSettings, logs: Path) -> Child:
     except MembershipError as error:
         raise SettingsError(f"ray_address={settings.ray_address!r}: {error}") from None
     command = [sys.executable, "-m", "sgl_ext.integrations.ray.keeper"]
-    return _child(FLEET, command, settings.to_environment(), logs, "")
+    return _child(FLEET, command, settings.to_environment(), logs, "http://")
 
 
 def _child(
-    name: str, command: list[str], environment: dict[str, str], logs: Path, address: str
+    name: str, command: list[str], environment: dict[str, str], logs: Path, url: str
 ) -> Child:
     log = new_log(logs / f"{name}.log")
-    return Child(name, command, environment, log, f"http://{address}")
+    return Child(name, command, environment, log, url)

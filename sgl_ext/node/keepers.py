@@ -21,6 +21,8 @@ from sgl_ext.supervision import supervise
 from sgl_ext.wire.events import SUBSCRIBERS_PATH, read_subscribers
 from sgl_ext.wire.headers import SECRET_HEADER
 
+# The certificate of the node's own balancer names what clients call it, not this machine's address.
+OWN_TLS = False
 _TIMEOUT = aiohttp.ClientTimeout(total=5)
 _FAILURES = (aiohttp.ClientError, TimeoutError, KeyError, TypeError, ValueError)
 _RETRY_S = 1.0
@@ -130,7 +132,8 @@ class EngineCalls:
 
     def _get(self, url: str) -> "aiohttp.client._RequestContextManager":
         if self._session is None:
-            self._session = aiohttp.ClientSession(timeout=_TIMEOUT)
+            connector = aiohttp.TCPConnector(ssl=OWN_TLS)
+            self._session = aiohttp.ClientSession(timeout=_TIMEOUT, connector=connector)
         secret = EngineSecret(self._engine_secret).sent  # its file may have changed
         return self._session.get(url, headers={SECRET_HEADER: secret})
 

@@ -46,6 +46,11 @@ def no_memory() -> BalancerError:
     return BalancerError(HTTPStatus.SERVICE_UNAVAILABLE, message, _RETRY_AFTER_S)
 
 
+def plain_http() -> BalancerError:
+    """Plain HTTP on a port that speaks TLS."""
+    return BalancerError(HTTPStatus.BAD_REQUEST, "This port speaks HTTPS: use https:// in the URL.")
+
+
 def too_many_connections() -> BalancerError:
     """The process has as many connections as it may; the client may retry in a moment."""
     message = "Too many connections; retry later."

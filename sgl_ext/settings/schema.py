@@ -241,6 +241,10 @@ class BalancerSettings(RequestSettings, frozen=True, kw_only=True):
         HASHED,
         "Whether tenants share no cached prefix; auto: if keys is set.",
     ] = "auto"
+    tls_cert: Annotated[
+        File | None, WATCHED, "Certificate chain, in PEM, with which the port speaks HTTPS alone."
+    ] = None
+    tls_key: Annotated[File | None, WATCHED, "Private key of that certificate, in PEM."] = None
     max_body_bytes: Annotated[Count, DIVIDED, "Largest request body."] = 64 * MIB
     byte_budget: Annotated[
         Amount,

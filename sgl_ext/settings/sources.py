@@ -22,6 +22,7 @@ from sgl_ext.arguments import Arguments, plain_error
 from sgl_ext.key_file import KeysError, read_keys
 from sgl_ext.reading.client import HARNESSES
 from sgl_ext.recipes import settings_file
+from sgl_ext.settings.certificates import certificate_of
 from sgl_ext.settings.fields import Field, fields_of
 from sgl_ext.settings.schema import (
     HINTED,
@@ -62,8 +63,8 @@ GROUPS: Mapping[str, Sequence[str]] = {
         *("restart_drain_s", "shared_tier_bytes", "compile_timeout_s"),
     ),
     "Address, keys and tenants": (
-        *("host", "port", "insecure", "processes", "api_key", "keys", "tenant_isolation"),
-        *("max_priority", "engine_secret", "shared_prefixes"),
+        *("host", "port", "insecure", "processes", "tls_cert", "tls_key", "api_key", "keys"),
+        *("tenant_isolation", "max_priority", "engine_secret", "shared_prefixes"),
     ),
     "Queue and placement": (
         *("max_in_flight", "queue_limit", "queue_timeout_s", "agent_hold_s", "aging_s"),
@@ -92,7 +93,8 @@ GROUPS: Mapping[str, Sequence[str]] = {
     ),
 }
 """The flags of a node in the order of `serve --help`."""
-_TP = ("tp", "tp-size", "tensor-parallel-size")
+# Flags by which a setting is known beside its own.
+_ALSO = {"tp": ("tp-size", "tensor-parallel-size"), "max_body_bytes": ("max-body",)}
 _CONFIG_HELP = "TOML file, or the name of one that comes with sgl-ext: gpu, cpu. Flags win over it."
 _TENANT_FORM = "NAME:" + ",".join(f"{key}={at.metavar}" for key, at in TABLES["tenants"].items())
 
@@ -234,7 +236,7 @@ class _Given:
             elif name != "engine":
                 self.values |= self._converted(table, TABLES[name], f"{path}: [{name}] ")
         engine = dict(document.get("engine", {}))
-        for key in [key for key in engine if key.replace("_", "-") in _TP]:
+        for key in [key for key in engine if key.replace("_", "-") in ("tp", *_ALSO["tp"])]:
             called = f"{path}: [engine] {key}"
             if "tp" in self.values:
                 raise SettingsError(f"{called}: {self.names['tp']} is the same; keep one of them")
@@ -327,7 +329,7 @@ def _add_flags(parser: argparse._ActionsContainer, fields: Mapping[str, Field]) 
             parser.add_argument(field.flag, action=argparse.BooleanOptionalAction, help=text)
             continue
         action = "append" if field.is_list else "store"
-        flags = [f"--{one}" for one in _TP] if name == "tp" else [field.flag]
+        flags = [field.flag, *(f"--{one}" for one in _ALSO.get(name, ()))]
         parser.add_argument(*flags, action=action, dest=name, metavar=field.metavar, help=text)
         if field.is_list and field.default:
             no_flag = f"--no-{name.replace('_', '-')}"
@@ -378,6 +380,7 @@ def check_balancer(settings: BalancerSettings, names: Mapping[str, str] = {}) ->
         if settings.store is not None:
             read_store(settings.store)
         read_api_key(settings.api_key)
+        certificate_of(settings)
         EngineSecret(settings.engine_secret)
 
 
@@ -403,6 +406,8 @@ def _raise_first(problems: Iterator[_Problem], names: Mapping[str, str]) -> None
 
 
 def _balancer_problems(settings: BalancerSettings) -> Iterator[_Problem]:
+    if (settings.tls_cert is None) is not (settings.tls_key is None):
+        yield "tls_cert", settings.tls_cert, "needs tls-key, and the other way round"
     limit = settings.store_limit_bytes
     if 0 < limit < LEAST_STORE_BYTES:
         yield "store_limit_bytes", limit, f"must be 0, or at least {LEAST_STORE_BYTES}"

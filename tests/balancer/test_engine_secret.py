@@ -164,8 +164,8 @@ async def test_a_changed_secret_is_sent_without_a_restart(start: Start, file: Pa
     await until(lambda: engine.given["/sgl_ext/events"][-1] == NEW)
     async with client.get("/metrics") as answer:
         page = await answer.text()
-    assert "sgl_ext_engine_secret_reloads_total 1.0" in page
-    assert "sgl_ext_engine_secret_reload_failures_total 1.0" in page
+    assert 'sgl_ext_file_reloads_total{file="engine_secret",result="applied"} 1.0' in page
+    assert 'sgl_ext_file_reloads_total{file="engine_secret",result="refused"} 1.0' in page
 
 
 async def test_an_engine_that_speaks_tls_is_refused_with_the_reason(start: Start) -> None:

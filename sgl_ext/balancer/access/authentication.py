@@ -96,8 +96,7 @@ class KeyFileReloader:
         self._content: KeyFile = read_keys(path)
         self._others: frozenset[str] | None = None
         self.keys = self._content
-        self._reloads = metrics.key_file_reloads
-        self._failures = metrics.key_file_reload_failures
+        self._reloads = metrics.file_reloads
 
     def reload_if_changed(self) -> bool:
         """Whether new content was loaded. Call this periodically."""
@@ -109,10 +108,10 @@ class KeyFileReloader:
             self._content = read_keys(self.path)
         except KeysError as error:
             log.error("keys=%s: %s; the earlier keys stay valid", self.path, error)
-            self._failures.inc()
+            self._reloads.counts["keys", "refused"] += 1
             return False
         log.info("keys=%s: reloaded", self.path)
-        self._reloads.inc()
+        self._reloads.counts["keys", "applied"] += 1
         self.changed_ns = 0 if version is None else version[0]
         # Others may have a file that is newer still; that is known within a second.
         self.keys = self._content.only(self._others)
@@ -354,8 +353,7 @@ class SentSecret:
     def __init__(self, source: str | None, metrics: Metrics) -> None:
         """source: the setting `engine-secret`. Raises SettingsError."""
         self._secret = EngineSecret(source)
-        self._reloads = metrics.engine_secret_reloads
-        self._failures = metrics.engine_secret_reload_failures
+        self._reloads = metrics.file_reloads
 
     @property
     def line(self) -> bytes:
@@ -374,9 +372,9 @@ class SentSecret:
             changed = self._secret.reload_if_changed()
         except SettingsError as error:
             log.error("%s; the earlier secret stays valid", error)
-            self._failures.inc()
+            self._reloads.counts["engine_secret", "refused"] += 1
             return False
         if changed:
             log.info("engine_secret: read again")
-            self._reloads.inc()
+            self._reloads.counts["engine_secret", "applied"] += 1
         return changed

@@ -339,23 +339,23 @@ class Metrics(Page):
             "Live streams of the state that were refused because there were too many, "
             "or ended because their client read too slowly.",
         )
-        self.key_file_reloads = counter(
-            "key_file_reloads", "Changes of the API key file that were applied."
-        )
-        self.key_file_reload_failures = counter(
-            "key_file_reload_failures",
-            "Changes of the API key file that were not applied because it was unreadable or wrong.",
+        self.file_reloads = counter(
+            "file_reloads{file,result}",
+            "Changes of the key file, the engine secret's and the certificate's files, by whether "
+            "they were applied, or refused because a file was unreadable or wrong.",
         )
         self.key_file_older = counter(
             "key_file_older",
             "Times that another balancer was found to read a newer key file than this one.",
         )
-        self.engine_secret_reloads = counter(
-            "engine_secret_reloads", "Changes of the engine secret's file that were applied."
+        self.tls_handshakes_failed = counter(
+            "tls_handshakes_failed{reason}",
+            "Connections that ended before their TLS handshake did: faulty, plain HTTP, too slow, "
+            "or displaced by newer ones.",
         )
-        self.engine_secret_reload_failures = counter(
-            "engine_secret_reload_failures",
-            "Changes of the engine secret's file that were unreadable or wrong.",
+        self.certificate_expiry = gauge(
+            "tls_certificate_expiry_timestamp_seconds",
+            "When the certificate of tls-cert ends, as a Unix time; 0 without TLS.",
         )
         self.background_failures = counter("background_failures{task}", supervision.HELP)
 
