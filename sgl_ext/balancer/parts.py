@@ -25,7 +25,7 @@ from sgl_ext.balancer.relay.bodies import Bodies
 from sgl_ext.balancer.relay.reading import HintRules
 from sgl_ext.balancer.relay.services import Services
 from sgl_ext.balancer.reporting.activity import Activity
-from sgl_ext.balancer.reporting.diagnosis import DivergenceDetector
+from sgl_ext.balancer.reporting.diagnosis import DivergenceDetector, QuickDetector
 from sgl_ext.balancer.reporting.request_log import LineFile, RequestLog, check_file
 from sgl_ext.balancer.reporting.spans import open_export
 from sgl_ext.balancer.reporting.whole_balancer import WholeBalancer
@@ -125,9 +125,9 @@ class Parts:
         self._readiness = Readiness(
             self._workers, self._subscribers, prefixes, config.warm_timeout_s
         )
-        detector = None
-        if config.diagnose or config.request_log is not None:
-            detector = DivergenceDetector(strip, metrics, sort_tools=config.sort_tools)
+        # The doctor remembers prompts only where it is told to.
+        make_detector = DivergenceDetector if config.diagnose else QuickDetector
+        detector = make_detector(strip, metrics, sort_tools=config.sort_tools)
         number = 0 if group is None else group.number
         self._whole = whole = WholeBalancer(metrics, detector, folder, number)
         lines = _open_log(config, metrics)

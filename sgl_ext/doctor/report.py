@@ -9,7 +9,7 @@ _WIDTH = 96
 _HEAD = ("tokens", "share", "times", "where", "between", "what")
 _NUMBERS = range(3)
 _ESTIMATED = "\nNumbers with ~ are estimated from bytes; engines counted the others.\n"
-_BETWEEN = {"session": "turns", "fleet": "sessions"}
+_BETWEEN = {"session": "turns", "fleet": "sessions", "version": "versions"}
 MEANINGS = {
     "clock": "a date or time changes",
     "id": "an id or a long number changes",
@@ -24,6 +24,7 @@ MEANINGS = {
     "compaction": "a summary replaces earlier messages",
     "evicted": "the prompt is the same, and the engine no longer had it",
     "context_changed": "the session moved to another context, in which this block differs",
+    "new_version": "a new version of the client begins its prompts otherwise",
     "unknown": "a text changes",
 }
 _DO = {
@@ -41,6 +42,8 @@ _DO = {
     "and compact rarely: raise the size at which the client compacts",
     "context_changed": "build the context no more often than needed, and put what changes most "
     "into a later layer; sgl-ext context build names the line",
+    "new_version": "upgrade all clients together, as the two versions share nothing after it, and "
+    "prefill the new beginning once at the start: the launcher's --warmup-requests",
     "evicted": "give the cache more room (more KV memory, a host cache, fewer prompts at once), "
     "mark the prefix with a longer TTL or pin it; look for flushes and restarts of the engine",
 }
@@ -71,6 +74,18 @@ def advice(kind: str, part: str) -> str:
     other = "compare two requests of this client at that place"
     text = _DO.get(kind) or by_part.get(kind, other)
     return text.format(part=_PARTS.get(part, part))
+
+
+def version_sentence(harness: str, divergence: Mapping[str, Any]) -> str:
+    """What a new version of a client does to the cache, and the cure."""
+    kind, part = str(divergence["kind"]), str(divergence["part"])
+    later, earlier = plain(divergence["version"]), plain(divergence["earlier_version"])
+    often = "once" if kind == "new_version" else "from prompt to prompt"
+    where = f"byte {divergence['byte']:,} of {plain(divergence['block'])}"
+    lost = f"about {divergence['tokens']:,} tokens that {earlier} shared are computed again"
+    return (
+        f"{plain(harness)} {later} moves {where} {often}: {lost}; the cure is: {advice(kind, part)}"
+    )
 
 
 def add_advice(document: Mapping[str, Any]) -> None:

@@ -166,6 +166,26 @@ def _are_epochs(left: bytes, right: bytes) -> bool:
     return abs(int(left) - int(right)) <= _MONTH_S * unit and int(left) >= 1_500_000_000 * unit
 
 
+def kind_at(blocks: Sequence[Block], at_bytes: int) -> str:
+    """What the text at a place in a prompt's head is, by this prompt alone: a header, a clock, an
+    id or a tool; "unknown" otherwise. at_bytes: the length of the canonical text before it."""
+    block = next((each for each in blocks if each.end > at_bytes), None)
+    if block is None:
+        return "unknown"
+    if block.part == TOOLS:
+        return "tools_changed"
+    at = max(at_bytes - (block.end - len(block.text)), 0)
+    if at < _header_bytes(block.text):
+        return "header"
+    line = _line_start(block.text, at) + _line_end(block.text, at)
+    if _CLOCK.search(line):
+        return CLOCK
+    words = _WORD.findall(line[len(_line_start(block.text, at)) :][:_AROUND_BYTES])
+    if _UUID.search(line) or any(map(_is_id, words)):
+        return ID
+    return "unknown"
+
+
 _HEADER_NAME = re.compile(r"\s*([A-Za-z][A-Za-z0-9]*(?:-[A-Za-z0-9]+)+):")
 _HEADER_BYTES = 1024
 _MIN_RECURRING = 3

@@ -8,6 +8,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Mapping
 from typing import Any, TypeVar
 
+from sgl_ext.prompts.heads import VERSION
 from sgl_ext.prompts.prompt import EVICTED
 
 _LIMIT_AGENTS = 256
@@ -45,6 +46,10 @@ class Findings:
         agent = self._add_prompts((harness, model), 1, prompt_tokens)
         if found is not None and divergence is not None:
             self._add_row(agent, found[0], 1, found[1], _versions(divergence))
+
+    def add_prompts(self, harness: str, model: str, prompts: int, tokens: int) -> None:
+        """Adds prompts that diverge nowhere."""
+        self._add_prompts((harness, model), prompts, tokens)
 
     def _add_prompts(self, agent: Agent, prompts: int, tokens: int) -> Agent:
         return _add(self._agents, agent, (OTHER, OTHER), _LIMIT_AGENTS, prompts, tokens)
@@ -125,6 +130,8 @@ def _row(divergence: Mapping[str, Any]) -> Row:
     """Where, kind, scope and part. Indices of messages and tools are left out of `where`."""
     part, block = str(divergence["part"]), str(divergence["block"])
     where = block if part == "system" else _INDEX.sub("[*]", block, count=1)
+    if divergence["scope"] == VERSION:
+        where += f", byte {int(divergence['byte']):,}"
     return where, str(divergence["kind"]), str(divergence["scope"]), part
 
 

@@ -107,7 +107,7 @@ async def test_it_follows_the_node(window: OpenWindow) -> None:
         page = opened.page
         await expect(page.get_by_text("No session sent a request")).to_be_visible()
         await expect(page.get_by_text("Nothing is pinned.")).to_be_visible()
-        await expect(page.locator("#divergences")).to_contain_text("Prompts are not compared.")
+        await expect(page.locator("#divergences")).to_contain_text("No prompt diverges")
         await expect(page.locator("#now-ttft")).to_have_text(DASH)
         await node.answer(1)
         await expect(table(page, "Sessions").locator("tbody tr")).to_have_count(1)

@@ -130,11 +130,7 @@ async def delete_pins(request: web.Request) -> web.Response:
 
 
 async def show_divergences(request: web.Request) -> web.Response:
-    found = request.app[SERVICES].whole.divergences()
-    if found is None:
-        message = "Prompts are not compared: start the balancer with --diagnose or --request-log."
-        raise BalancerError(HTTPStatus.NOT_FOUND, message)
-    return json_response(found)
+    return json_response(request.app[SERVICES].whole.divergences())
 
 
 async def explain_request(request: web.Request) -> web.Response:

@@ -97,13 +97,13 @@ def document(
         "programs": programs[:SHOWN_PROGRAMS],
         "sessions": activity["sessions"],
         "pins": pins[:SHOWN_PINS],
-        "divergences": None if divergences is None else divergences[:SHOWN_DIVERGENCES],
+        "divergences": divergences[:SHOWN_DIVERGENCES],
         "tenants": tenants,
         "counts": {
             "programs": len(programs),
             "sessions": activity["session_count"],
             "pins": len(pins),
-            "divergences": None if divergences is None else len(divergences),
+            "divergences": len(divergences),
             "tenants": tenant_count,
         },
     }
@@ -187,10 +187,8 @@ def _pins(workers: Iterable[Worker], now_s: float, *, hashes: bool) -> list[dict
     return sorted(rows, key=lambda row: (-row["tokens"], row["prefix"], row["worker"]))
 
 
-def _divergences(found: dict[str, Any] | None) -> list[dict[str, Any]] | None:
+def _divergences(found: dict[str, Any]) -> list[dict[str, Any]]:
     """The doctor's table as one list, the rows that cost most first."""
-    if found is None:
-        return None
     add_advice(found)
     rows = [
         {"harness": entry["harness"], "model": entry["model"], **row}

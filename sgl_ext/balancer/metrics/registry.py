@@ -10,7 +10,8 @@ from scheduler.breaker import Breaker, State
 from scheduler.speeds import Weights
 from sgl_ext import supervision
 from sgl_ext.balancer.metrics.instruments import Counter, Histogram, Page
-from sgl_ext.reading.client import ClientFacts
+from sgl_ext.prompts.heads import NEW_VERSION
+from sgl_ext.reading.client import HARNESSES, ClientFacts
 from sgl_ext.reading.usage import Usage
 from sgl_ext.version import versions
 
@@ -223,8 +224,11 @@ class Metrics(Page):
         self.diverged_prompts = counter(
             "diverged_prompts{harness,kind}",
             "Prompts that did not begin like an earlier prompt of their session or fleet, and "
-            "those whose earlier prompt was evicted.",
+            "those whose earlier prompt was evicted. new_version: a new version of a client moves "
+            "a byte early in the prompt.",
         )
+        for harness in HARNESSES:  # as for the store's failures
+            self.diverged_prompts.counts[harness, NEW_VERSION] = 0
         self.diverged_tokens = counter(
             "diverged_tokens{harness,kind}",
             "Prompt tokens that had to be computed again because prompts diverged, by estimate, "

@@ -19,6 +19,7 @@ from sgl_ext.balancer.relay.bodies import Bodies
 from sgl_ext.balancer.relay.patience import MOST_LEFT, Heartbeats, Resends
 from sgl_ext.balancer.reporting.activity import Activity, HitRates
 from sgl_ext.balancer.reporting.cache_turns import CacheTurns
+from sgl_ext.balancer.reporting.diagnosis import remembering
 from sgl_ext.balancer.reporting.request_log import RequestLog, SampledLog
 from sgl_ext.balancer.reporting.spans import SpanExport
 from sgl_ext.balancer.reporting.whole_balancer import WholeBalancer
@@ -80,7 +81,7 @@ class Services:
         self.heartbeats = Heartbeats(failed)
         self.resends = Resends(failed)
         self.metrics.tables.add("left_requests", self.resends.__len__, lambda: MOST_LEFT)
-        self.cache_turns = CacheTurns(self.metrics, self.request_log.detector)
+        self.cache_turns = CacheTurns(self.metrics, remembering(self.request_log.detector))
         cached, prompt = self.metrics.reported_tokens, self.metrics.prompt_tokens
         self.hit_rates = HitRates(cached.counts, prompt.counts)
         self.sampled_log = SampledLog()

@@ -5,7 +5,8 @@ Only positions, sizes and kinds of differences leave this process, never a promp
 
 import logging
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Hashable, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any, NamedTuple, TypeVar
 
@@ -16,6 +17,8 @@ from sgl_ext.balancer.routing.routing_request import RoutingRequest
 from sgl_ext.prompts.blocks import (
     CONTEXT_CHANGED,
     MAX_SESSIONS,
+    SYSTEM,
+    TOOLS,
     Block,
     ContextMoves,
     NamedBlock,
@@ -23,6 +26,8 @@ from sgl_ext.prompts.blocks import (
 )
 from sgl_ext.prompts.compare import compare
 from sgl_ext.prompts.findings import MOST_ROWS, Findings, is_estimated
+from sgl_ext.prompts.heads import LIMIT_BYTES as HEADS_BYTES
+from sgl_ext.prompts.heads import NEW_VERSION, VERSION, Found, Heads
 from sgl_ext.prompts.memory import LIMIT_BYTES, PromptMemory
 from sgl_ext.prompts.prompt import EVICTED, SESSION, Prompt, evicted_tokens
 from sgl_ext.protocols.registry import of_path
@@ -41,6 +46,9 @@ _TIME_SHARE = 0.1
 _MAX_BURST_S = 2.0
 # Longer prompts are not compared: parsing one again would delay all other requests.
 _MAX_BODY_BYTES = 1024 * 1024
+QUICK_SHARE = 0.01
+"""What the doctor takes of a process's time while it keeps no prompts."""
+_QUICK_BURST_S = 0.5
 
 
 _Found = TypeVar("_Found")
@@ -61,6 +69,146 @@ class PromptDiagnosis(NamedTuple):
     divergence: dict[str, Any] | None
 
 
+class Budget:
+    """The time that comparisons may take.
+
+    share: of the time that passes. burst_s: at once.
+    """
+
+    def __init__(self, clock: Callable[[], float], share: float, burst_s: float) -> None:
+        self._clock = clock
+        self._share = share
+        self._burst_s = self.left_s = burst_s
+        self._compared_s = clock()
+
+    @contextmanager
+    def spent(self) -> Iterator[None]:
+        """Counts the time of what runs within."""
+        now_s = self._clock()
+        earned_s = self._share * (now_s - self._compared_s)
+        self.left_s = min(self.left_s + earned_s, self._burst_s)
+        try:
+            yield
+        finally:
+            self._compared_s = self._clock()
+            self.left_s -= self._compared_s - now_s
+
+
+class QuickDetector:
+    """The doctor at its cheapest, which is always on: it keeps hashes, and no text of a prompt.
+
+    Nearly all prompts cost it two look-ups. What it has to look at takes QUICK_SHARE of the time.
+    The request log fills `findings`.
+    """
+
+    def __init__(
+        self,
+        strip: HeaderStrip,
+        metrics: Metrics,
+        *,
+        sort_tools: bool = False,
+        clock: Callable[[], float] = time.perf_counter,
+    ) -> None:
+        self._strip = strip
+        self._metrics = metrics
+        self._sorts_tools = sort_tools
+        self._heads = Heads()
+        self._budget = Budget(clock, QUICK_SHARE, _QUICK_BURST_S)
+        self._usual: dict[str, list[int]] = {}
+        self.findings = Findings()
+        tables = metrics.tables
+        size = lambda: self._heads.size_bytes  # noqa: E731
+        tables.add("compared_prompts", size, lambda: HEADS_BYTES, "bytes")
+        tables.add("findings", lambda: self.findings.row_count, lambda: MOST_ROWS)
+
+    def as_json(self) -> dict[str, Any]:
+        """The findings so far, with the prompts in which nothing was found."""
+        usual, self._usual = self._usual, {}
+        for harness, (prompts, tokens) in usual.items():
+            self.findings.add_prompts(harness, "", prompts, tokens)
+        return self.findings.as_json()
+
+    def diagnose(
+        self,
+        path: str,
+        facts: ClientFacts,
+        hints: Mapping[str, str],
+        stripped: Stripped,
+        routing: RoutingRequest,
+        raw: bytes | bytearray,
+        context: tuple[NamedBlock, ...] = (),
+    ) -> tuple[PromptDiagnosis | None, None]:
+        """Compares a prompt with earlier ones. Never raises. The diagnosis is None if it diverges
+        nowhere. The arguments are those of `DivergenceDetector.diagnose`."""
+        chain = routing.chain
+        conversation = (routing.session, chain.opening) if routing.session is not None else None
+        if self._heads.is_usual(conversation, chain):
+            sums = self._usual.get(facts.harness)
+            if sums is None:
+                sums = self._usual.setdefault(facts.harness, [0, 0])
+            sums[0] += 1
+            sums[1] += routing.prompt_tokens
+            return None, None
+        return self._look(path, facts, stripped, routing, raw, conversation), None
+
+    def _look(
+        self,
+        path: str,
+        facts: ClientFacts,
+        stripped: Stripped,
+        routing: RoutingRequest,
+        raw: bytes | bytearray,
+        conversation: Hashable,
+    ) -> PromptDiagnosis:
+        """Compares a prompt that is not the usual one."""
+        harness, counts = facts.harness, self._metrics.prompts_not_compared.counts
+        unknown = PromptDiagnosis(harness, "", None)
+        body = stripped.body if isinstance(stripped.body, dict) else {}
+        if of_path(path).turns_field is None or body.get("previous_response_id") is not None:
+            return unknown
+        if len(raw) > _MAX_BODY_BYTES:
+            counts[("long",)] += 1
+            return unknown
+        is_compaction = facts.request_class == COMPACTION
+        agent = (MAIN if is_compaction else facts.request_class, facts.agent_type)
+        model = body.get("model")
+        group = (routing.tenant, harness, *agent, str(model)[:_MAX_MODEL_CHARS], path)
+        is_compacted = is_compaction or bool(facts.compaction or facts.context_compacted)
+        with self._budget.spent():
+            if self._budget.left_s <= 0:
+                counts[("busy",)] += 1
+                return unknown
+            try:
+                found = self._heads.find(
+                    conversation,
+                    hash(group),
+                    routing.chain,
+                    facts.version,
+                    lambda: read_prompt(path, raw, self._strip, sorts_tools=self._sorts_tools),
+                    is_compacted=is_compacted,
+                )
+            except Exception as error:  # its text might quote the prompt
+                log.error("a prompt was not compared: %s", type(error).__name__)
+                counts[("error",)] += 1
+                return unknown
+        if found is None:
+            return unknown
+        return PromptDiagnosis(harness, "", logged(found, routing, facts.version))
+
+
+def logged(found: Found, routing: RoutingRequest, version: str) -> dict[str, Any]:
+    """What `Heads` found, as the request log has it. version: of the client."""
+    place = found.place
+    tokens = place.lost_bytes * routing.prompt_tokens // max(routing.chain.ends[-1], 1)
+    part = place.part if place.part in (TOOLS, SYSTEM) else "messages"
+    return {
+        **{"scope": found.scope, "part": part, "block": place.block, "byte": place.byte},
+        **{"bytes": found.bytes, "kind": found.kind, "tokens": tokens, "estimated": True},
+        "version": version or None,
+        "earlier_version": found.earlier_version or None,
+    }
+
+
 @dataclass(eq=False)
 class DivergenceDetector:
     """Remembers recent prompts. The request log fills `findings`."""
@@ -71,8 +219,8 @@ class DivergenceDetector:
     clock: Callable[[], float] = time.perf_counter
 
     def __post_init__(self) -> None:
-        self._compared_s = self.clock()
-        self._budget_s = _MAX_BURST_S
+        self._budget = Budget(self.clock, _TIME_SHARE, _MAX_BURST_S)
+        self._heads = Heads()
         self._memory = PromptMemory(self._read, LIMIT_BYTES)
         self._contexts = ContextMoves()
         self.findings = Findings()
@@ -82,6 +230,10 @@ class DivergenceDetector:
             "sessions_with_contexts", lambda: len(self._contexts), lambda: MAX_SESSIONS
         )
         self.metrics.tables.add("findings", lambda: self.findings.row_count, lambda: MOST_ROWS)
+
+    def as_json(self) -> dict[str, Any]:
+        """The findings so far."""
+        return self.findings.as_json()
 
     def diagnose(
         self,
@@ -123,16 +275,45 @@ class DivergenceDetector:
         is_compacted = is_compaction or bool(facts.compaction or facts.context_compacted)
         prompt.is_compacted = is_compacted
         found = self._timed(lambda: self._memory.compare(prompt))
+        of_version = self._of_version(prompt, routing, is_compacted=is_compacted)
+        if of_version is not None and (found is None or found.scope == SESSION):
+            shown = logged(of_version, routing, prompt.version)
+            return PromptDiagnosis(harness, model, shown), prompt
         if found is None:
             return PromptDiagnosis(harness, model, None), prompt
         difference = found.difference
         tokens = difference.lost_bytes * routing.prompt_tokens // max(routing.chain.ends[-1], 1)
-        logged = {key: getattr(difference, key) for key in _LOGGED}
-        divergence = {"scope": found.scope, **logged, "tokens": tokens, "estimated": True}
+        place = {key: getattr(difference, key) for key in _LOGGED}
+        divergence = {"scope": found.scope, **place, "tokens": tokens, "estimated": True}
         divergence |= {"version": prompt.version or None, "earlier_version": found.version or None}
+        if of_version is not None:  # the text says the byte, and what changes
+            kind = NEW_VERSION if of_version.kind == NEW_VERSION else difference.kind
+            divergence |= {"scope": VERSION, "kind": kind}
+            divergence |= {"earlier_version": of_version.earlier_version}
         if moved is not None:
             divergence |= {"kind": CONTEXT_CHANGED, "block": moved}
         return PromptDiagnosis(harness, model, divergence), prompt
+
+    def _of_version(
+        self, prompt: Prompt, routing: RoutingRequest, *, is_compacted: bool
+    ) -> Found | None:
+        """What a new version of the client changes."""
+        chain = routing.chain
+        conversation = (routing.session, chain.opening) if routing.session is not None else None
+        if self._heads.is_usual(conversation, chain):
+            return None
+        found = None
+        # A prompt that cannot be read is counted where its text is compared.
+        with self._budget.spent(), suppress(Exception):
+            found = self._heads.find(
+                conversation,
+                prompt.group,
+                chain,
+                prompt.version,
+                lambda: self._read(prompt.path, prompt.body),
+                is_compacted=is_compacted,
+            )
+        return found if found is not None and found.scope == VERSION else None
 
     def with_eviction(
         self,
@@ -166,27 +347,37 @@ class DivergenceDetector:
 
     def _timed(self, comparison: Callable[[], _Found | None]) -> _Found | None:
         """What a comparison finds; None if it fails, or if there is no time for it."""
-        now_s = self.clock()
-        self._budget_s = min(
-            self._budget_s + _TIME_SHARE * (now_s - self._compared_s), _MAX_BURST_S
-        )
-        try:
-            return comparison()
-        except _Busy:
-            self.metrics.prompts_not_compared.counts[("busy",)] += 1
-        except Exception as error:
-            # The error's text might quote the prompt.
-            log.error("a prompt could not be compared with earlier ones: %s", type(error).__name__)
-            self.metrics.prompts_not_compared.counts[("error",)] += 1
-        finally:
-            self._compared_s = self.clock()
-            self._budget_s -= self._compared_s - now_s
+        with self._budget.spent():
+            try:
+                return comparison()
+            except _Busy:
+                self.metrics.prompts_not_compared.counts[("busy",)] += 1
+            except Exception as error:
+                # The error's text might quote the prompt.
+                what = "a prompt could not be compared with earlier ones"
+                log.error("%s: %s", what, type(error).__name__)
+                self.metrics.prompts_not_compared.counts[("error",)] += 1
         return None
 
     def _read(self, path: str, raw: bytes | bytearray) -> list[Block]:
         """A body's blocks as the engine gets them."""
-        if self._budget_s <= 0:
+        if self._budget.left_s <= 0:
             raise _Busy
-        protocol = of_path(path)
-        body = strip_request(protocol, orjson.loads(raw), self.strip).body
-        return read_blocks(protocol, with_sorted_tools(body) if self.sort_tools else body)
+        return read_prompt(path, raw, self.strip, sorts_tools=self.sort_tools)
+
+
+def read_prompt(
+    path: str, raw: bytes | bytearray, strip: HeaderStrip, *, sorts_tools: bool
+) -> list[Block]:
+    """The blocks of a request's body as the engine gets them."""
+    protocol = of_path(path)
+    body = strip_request(protocol, orjson.loads(raw), strip).body
+    return read_blocks(protocol, with_sorted_tools(body) if sorts_tools else body)
+
+
+Detector = QuickDetector | DivergenceDetector
+
+
+def remembering(detector: Detector | None) -> DivergenceDetector | None:
+    """The detector if it remembers prompts."""
+    return detector if isinstance(detector, DivergenceDetector) else None

@@ -59,10 +59,12 @@ import orjson
 from scheduler.placement import PlacementRequest, WorkerView, score_all
 from sgl_ext.balancer.metrics.registry import Metrics
 from sgl_ext.balancer.reporting.activity import Activity
-from sgl_ext.balancer.reporting.diagnosis import DivergenceDetector, PromptDiagnosis
+from sgl_ext.balancer.reporting.diagnosis import Detector, PromptDiagnosis
 from sgl_ext.balancer.routing.routing_request import RoutingRequest
 from sgl_ext.balancer.routing.worker import Attempt
+from sgl_ext.doctor.report import version_sentence
 from sgl_ext.doctor.requests import Search
+from sgl_ext.prompts.heads import NEW_VERSION, VERSION
 from sgl_ext.reading.client import NO_FACTS, ClientFacts
 from sgl_ext.reading.usage import Usage
 from sgl_ext.settings.schema import SettingsError
@@ -617,7 +619,7 @@ class RequestLog:
         metrics: Metrics,
         activity: Activity,
         lines: LineFile | None,
-        detector: DivergenceDetector | None = None,
+        detector: Detector | None = None,
         tenant_label: Callable[[str], str | None] = lambda tenant: None,
         shared: LineFile | None = None,
     ) -> None:
@@ -753,6 +755,9 @@ class RequestLog:
         self.detector.findings.add(found.harness, found.model, prompt_tokens, divergence)
         if divergence is not None:
             kind, tokens = divergence["kind"], divergence["tokens"]
+            if divergence["scope"] == VERSION:
+                kind = NEW_VERSION
+                log.warning("%s", version_sentence(found.harness, divergence))
             self._metrics.diverged_prompts.counts[found.harness, kind] += 1
             self._metrics.diverged_tokens.counts[found.harness, kind] += tokens
 

@@ -17,7 +17,7 @@ from typing import Any
 import orjson
 
 from sgl_ext.balancer.metrics.registry import Metrics
-from sgl_ext.balancer.reporting.diagnosis import DivergenceDetector
+from sgl_ext.balancer.reporting.diagnosis import Detector
 from sgl_ext.prompts.findings import merged
 
 SUMMED_GAUGES = (
@@ -111,15 +111,12 @@ _METRICS, _FINDINGS, _STATE = ".prom", ".found", ".state"
 
 
 class WholeBalancer:
-    """This process's reports, with those of the others.
-
-    detector: None if prompts are not compared.
-    """
+    """This process's reports, with those of the others."""
 
     def __init__(
         self,
         metrics: Metrics,
-        detector: DivergenceDetector | None,
+        detector: Detector,
         folder: Path | None,
         number: int,
     ) -> None:
@@ -133,12 +130,10 @@ class WholeBalancer:
         page, others = self._metrics.render(), self._others(_METRICS)
         return merge_pages([page, *others]) if others else page
 
-    def divergences(self) -> dict[str, Any] | None:
-        """The findings; None if prompts are not compared."""
-        if self._detector is None:
-            return None
+    def divergences(self) -> dict[str, Any]:
+        """The findings."""
         others = map(orjson.loads, self._others(_FINDINGS))
-        return merged([self._detector.findings.as_json(), *others])
+        return merged([self._detector.as_json(), *others])
 
     def other_states(self) -> list[bytes]:
         """The parts of the state that the other processes wrote."""
@@ -152,9 +147,8 @@ class WholeBalancer:
         # With many engines a page takes tens of milliseconds.
         await asyncio.to_thread(lambda: write(self._metrics.render(), _METRICS))
         await asyncio.to_thread(write, state(), _STATE)
-        if self._detector is not None:
-            findings = orjson.dumps(self._detector.findings.as_json())
-            await asyncio.to_thread(write, findings, _FINDINGS)
+        findings = orjson.dumps(self._detector.as_json())
+        await asyncio.to_thread(write, findings, _FINDINGS)
 
     def _others(self, kind: str) -> list[bytes]:
         return [] if self._snapshots is None else self._snapshots.read_others(kind)

@@ -199,7 +199,7 @@ export class View {
       columns: [
         { head: "Where", isHead: true, kind: "name", show: whereCell },
         { head: "What changes", kind: "text", show: changeCell },
-        { head: "Between", kind: "extra", text: ({ scope }) => ({ session: "turns", fleet: "sessions" })[scope] ?? scope },
+        { head: "Between", kind: "extra", text: ({ scope }) => ({ session: "turns", fleet: "sessions", version: "versions" })[scope] ?? scope },
         { head: "Times", kind: "number extra", text: ({ times }) => count(times) },
         { head: "Tokens lost", kind: "number", text: ({ tokens, estimated }) => (estimated ? "~" : "") + compact(tokens) },
         { head: "Share", kind: "number extra", text: ({ share }) => percent(share) },
@@ -254,9 +254,7 @@ export class View {
     this.programs.show(state.programs, counts.programs);
     this.sessions.show(state.sessions, counts.sessions);
     this.pins.show(state.pins, counts.pins);
-    const found = state.divergences;
-    this.divergences.show(found ?? [], counts.divergences ?? 0,
-      found ? "No prompt diverges from earlier ones." : "Prompts are not compared. Start with --diagnose, or with --request-log FILE.");
+    this.divergences.show(state.divergences, counts.divergences);
     this.tenants.show(state.tenants, counts.tenants);
     this.queue.show(queue.by_priority, queue.by_priority.length);
     const { sgl_ext: ours, commit, sglang } = state.version;

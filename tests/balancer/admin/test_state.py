@@ -110,7 +110,7 @@ async def test_it_has_what_engines_report(start: Start) -> None:
     assert found["node"]["status"] == "ok"
     assert found["node"]["model"] == "tiny"
     assert found["queue"] == {"limit": 1024, "waiting": 0, "by_priority": []}
-    assert found["divergences"] is None
+    assert found["divergences"] == []
 
 
 async def test_it_has_what_was_answered(start: Start) -> None:

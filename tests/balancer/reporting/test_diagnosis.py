@@ -85,7 +85,7 @@ async def test_the_doctor_names_a_planted_divergence(
     advised: str,
 ) -> None:
     log = tmp_path / "requests.log"
-    client = await start(Engine("a", answer), request_log=str(log))
+    client = await start(Engine("a", answer), request_log=str(log), diagnose=True)
     for turn in range(4):
         await ask(client, body(turn, turn), "s1")
     told = await lines(log, 4)
@@ -116,7 +116,7 @@ async def test_the_client_version_that_broke_the_cache_is_named(
     start: Start, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     log = tmp_path / "requests.log"
-    client = await start(Engine("a", answer), request_log=str(log))
+    client = await start(Engine("a", answer), request_log=str(log), diagnose=True)
     for count, version in enumerate(("2.1.197", "2.1.330", "2.1.330")):
         agent = {"user-agent": f"claude-cli/{version} (external, cli)"}
         tools = TOOLS if version == "2.1.197" else [*TOOLS, {"name": "ToolSearch"}]
@@ -146,7 +146,7 @@ async def test_a_session_that_moves_to_another_context_is_told_the_block(
     start: Start, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     log = tmp_path / "requests.log"
-    client = await start(Engine("a", answer), request_log=str(log))
+    client = await start(Engine("a", answer), request_log=str(log), diagnose=True)
     body = {key: value for key, value in messages(6).items() if key not in ("system", "tools")}
 
     async def built(rules: str, notes: str = "Notes. ") -> dict[str, Any]:
@@ -183,7 +183,7 @@ async def test_sessions_that_do_not_begin_alike_are_named(
     start: Start, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     log = tmp_path / "requests.log"
-    client = await start(Engine("a", answer), request_log=str(log))
+    client = await start(Engine("a", answer), request_log=str(log), diagnose=True)
     for number in range(3):
         first = turns(0, f"Task {number}")
         await ask(client, clock(0, number) | {"messages": first}, f"s{number}")
@@ -197,7 +197,7 @@ async def test_a_trace_without_divergence_has_no_findings(
     start: Start, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     log = tmp_path / "requests.log"
-    client = await start(Engine("a", answer), request_log=str(log))
+    client = await start(Engine("a", answer), request_log=str(log), diagnose=True)
     for turn in range(4):
         for session in ("s1", "s2"):
             # The line that the strip knows is no divergence.
@@ -216,7 +216,9 @@ async def test_a_trace_without_divergence_has_no_findings(
 
 async def test_a_line_tells_the_agent_and_the_moved_lines(start: Start, tmp_path: Path) -> None:
     log = tmp_path / "requests.log"
-    client = await start(Engine("a", answer), request_log=str(log), move_volatile_lines=True)
+    client = await start(
+        Engine("a", answer), request_log=str(log), diagnose=True, move_volatile_lines=True
+    )
     hints = {"class": "subagent", "agent-id": "a1", "agent-type": "Explore"}
     headers = {
         "x-claude-code-request-class": hints["class"],
@@ -256,7 +258,9 @@ async def test_no_text_of_a_prompt_key_or_header_is_logged(
     start: Start, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     log = tmp_path / "requests.log"
-    client = await start(Engine("a", answer), request_log=str(log), hash_sessions=True)
+    client = await start(
+        Engine("a", answer), request_log=str(log), diagnose=True, hash_sessions=True
+    )
     secrets = {"authorization": "Bearer sk-secret-key", "x-other": "secret-value"}
     for turn in range(3):
         body = clock(turn, turn)
@@ -283,7 +287,7 @@ async def test_a_session_has_one_name_in_log_page_and_pins(
     report = {"seq": 0, "snapshot": True, "publishes": ["prefixes"], "pinned": [pin]}
     events.put_nowait(json.dumps(report).encode() + b"\n")
     engine.events.append(events)
-    client = await start(engine, request_log=str(log), hash_sessions=hashes)
+    client = await start(engine, request_log=str(log), diagnose=True, hash_sessions=hashes)
     for turn in range(3):  # the system text changes with each turn
         await ask(client, clock(turn, turn), "s1")
     await ask(client, clock(0, 0), "s1", **{"x-claude-code-agent-id": "a1"})
@@ -357,7 +361,8 @@ async def test_a_very_long_prompt_is_not_compared(
         await ask(client, messages(system=system(f"{turn} o'clock", "x" * 20_000)), "s1")
     page = await (await client.get("/metrics")).text()
     assert 'sgl_ext_prompts_not_compared_total{reason="long"} 2.0' in page
-    assert "sgl_ext_diverged_prompts_total{" not in page
+    counted = [line for line in page.splitlines() if "sgl_ext_diverged_prompts_total{" in line]
+    assert all(line.endswith("} 0.0") for line in counted)
 
 
 async def test_the_cached_share_can_be_computed_from_the_metrics(start: Start) -> None:
@@ -369,9 +374,54 @@ async def test_the_cached_share_can_be_computed_from_the_metrics(start: Start) -
     assert f'sgl_ext_reported_cached_tokens_total{{worker="{engine.url}"}} 900.0' in page
 
 
-async def test_without_diagnosis_divergences_are_404(
-    start: Start, capsys: pytest.CaptureFixture[str]
+async def test_the_doctor_works_on_a_fresh_node_and_keeps_no_prompt(
+    start: Start, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    client = await start(Engine("a", answer))
-    assert await asyncio.to_thread(main, ["--url", str(client._base_url)]) == 2
-    assert "--diagnose" in capsys.readouterr().err
+    log = tmp_path / "requests.jsonl"
+    client = await start(Engine("a", answer), request_log=str(log))
+    assert await asyncio.to_thread(main, ["--url", str(client._base_url)]) == 0
+    assert capsys.readouterr().out == "There are no prompts yet.\n"
+    for turn in range(4):
+        await ask(client, clock(turn, turn), "s1")
+    assert await asyncio.to_thread(main, ["--url", str(client._base_url)]) == 1
+    shown = " ".join(capsys.readouterr().out.split())
+    assert "claude-code: 4 prompts" in shown
+    assert "system[1] turns clock: a date or time changes" in shown
+    assert "move the date or time out of the instructions" in shown
+    told = await lines(log, 4)
+    assert [line["divergence"] is None for line in told] == [True, False, False, False]
+    assert SECRET not in log.read_text()
+
+
+@pytest.mark.parametrize("diagnose", [False, True])
+async def test_a_new_version_that_breaks_the_cache_is_named_within_ten_requests(
+    start: Start,
+    caplog: pytest.LogCaptureFixture,
+    capsys: pytest.CaptureFixture[str],
+    diagnose: bool,
+) -> None:
+    client = await start(Engine("a", answer), diagnose=diagnose)
+
+    async def ask_as(version: str, session: int, first: str) -> None:
+        text = "Be kind.\n" * 250 + first + SYSTEM + f"\nIn /home/{session}.\n"
+        agent = {"user-agent": f"claude-cli/{version} (external, cli)"}
+        body = messages(system=system("You are an agent.", text))
+        await ask(client, body, f"{version} {session}", **agent)
+
+    for session in range(5):
+        await ask_as("2.1.332", session, "")
+    for session in range(10):
+        await ask_as("2.1.333", session, f"Session {session}a8f03c1e52d7b649.\n")
+    page = await (await client.get("/metrics")).text()
+    counted = 'sgl_ext_diverged_prompts_total{harness="claude-code",kind="new_version"} 2.0'
+    assert counted in page
+    said = [
+        record.message for record in caplog.records if "2.1.333 moves byte 2,2" in record.message
+    ]
+    assert len(said) == 2
+    assert "from prompt to prompt" in said[1]
+    assert "the cure is: move the id out of the instructions" in said[1]
+    assert await asyncio.to_thread(main, ["--url", str(client._base_url)]) == 1
+    shown = " ".join(capsys.readouterr().out.split())
+    assert "(version 2.1.332 -> 2.1.333)" in shown
+    assert "system[1], byte 2,2" in shown
