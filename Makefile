@@ -29,7 +29,7 @@ GPU_TESTS := $(addprefix tests/engine/,scheduler/test_pins.py scheduler/test_pre
 	scheduler/test_single_flight.py prefill_ahead/test_prefill.py)
 BENCHES := $(patsubst bench/%.py,%,$(filter-out bench/__init__.py,$(wildcard bench/*.py)))
 
-.PHONY: setup serve serve-ray check t test test-speeds test-slow test-clients test-gpu gpu-report report pure lint audit constraints wheels bench clean
+.PHONY: setup serve serve-ray check t test test-sglang test-speeds test-slow test-clients test-gpu gpu-report report pure lint audit constraints wheels bench clean
 
 setup: $(READY)
 
@@ -67,6 +67,19 @@ t: setup
 # Whether tests of engines hold on a machine of any speed, in some hours: for before a release.
 test-speeds: setup
 	$(PYTHON) -m tests.speeds $(SPEEDS)
+
+# Tests of engines with an older SGLang, in an environment of its own: docs/how/upstream.md.
+SGLANG ?= 0.5.22
+SGLANG_VENV := .sglang/$(SGLANG)
+test-sglang: $(SGLANG_VENV)/.ready
+	$(SGLANG_VENV)/bin/python -m pytest -n $(TEST_PROCESSES) $(or $(T),tests/engine tests/radix tests/scheduler)
+
+$(SGLANG_VENV)/.ready: $(SETUP_FILES)
+	$(MAKE) --no-print-directory setup
+	python3 -m venv --clear $(SGLANG_VENV)
+	$(UV) pip install $(CALM) --compile-bytecode --python $(SGLANG_VENV)/bin/python $(TORCH) \
+		--overrides launch/cpu/overrides.txt -e '.[$(EXTRAS)]' -e launch/cpu sglang==$(SGLANG)
+	touch $@
 
 # The tests that take longest: benches, Ray, wheels, other kinds of engines, more of the fuzzers.
 test-slow: setup
@@ -121,4 +134,4 @@ bench: setup
 	for name in $(BENCHES); do $(PYTHON) -m bench.$$name --quick || exit 1; done
 
 clean:
-	rm -rf $(VENV) .models .run
+	rm -rf $(VENV) .sglang .models .run

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import logging
 import os
+import warnings
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager
@@ -16,6 +17,7 @@ import pytest
 from sgl_ext_cpu.node import FORKING, ROOT, Node, StartNode, local_model, running_node
 from sgl_ext_cpu.nursery import Nursery
 
+from sgl_ext.engine.sglang_versions import STAND_INS, installed, put_stand_ins
 from tests import gpu_engines
 from tests.debian import INSTALL
 from tests.gpu_engines import GpuEngines
@@ -49,6 +51,14 @@ hypothesis.settings.load_profile("sgl_ext")
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--gpu", action="store_true", help="engines on this machine's GPU")
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _stand_ins() -> None:
+    """What an older SGLang lacks, as an engine has it from its start."""
+    if installed() in STAND_INS:
+        with warnings.catch_warnings(action="ignore"):
+            put_stand_ins(installed())
 
 
 @pytest.fixture(autouse=True)

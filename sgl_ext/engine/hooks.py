@@ -22,6 +22,7 @@ import sys
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from enum import StrEnum
 from functools import partial, wraps
+from importlib.metadata import version
 from types import FrameType, ModuleType
 from typing import Any, NamedTuple
 
@@ -39,7 +40,15 @@ from sgl_ext.compat import (
     tool_choice,
     window,
 )
-from sgl_ext.engine import http_server, sglang_api, sglang_check, startup
+from sgl_ext.engine import (
+    http_server,
+    sglang_api,
+    sglang_check,
+    sglang_http_types,
+    sglang_types,
+    sglang_versions,
+    startup,
+)
 from sgl_ext.engine.core import request_names, shared_prefixes
 from sgl_ext.engine.host_cache import chat_templates
 from sgl_ext.engine.http import (
@@ -60,6 +69,8 @@ from sgl_ext.engine.scheduler import (
     priority,
     slice_gate,
 )
+from sgl_ext.engine.sglang_check import Tested
+from sgl_ext.engine.sglang_versions import OFF, TESTED
 from sgl_ext.engine.tiers import shared_pages
 
 
@@ -93,6 +104,7 @@ AHEAD = Group("prefill ahead")
 TIERS = Group("tiers")
 SHARED = Group("shared prefixes")
 CACHES = Group("host caches", "each turn tokenizes, converts and copies all of its messages")
+ENCODERS = Group("encoders", "prompts that Python code writes, as GLM-5.3's, are tokenized whole")
 FIRST_TOKEN = Group("first token", "a first token waits until its prompt is stored")
 RENDEZVOUS = Group("rendezvous")
 SAMPLER = Group("sampler")
@@ -105,10 +117,15 @@ LOGPROBS = Group("log probabilities", "streams of /v1/responses have no log prob
 ERRORS = Group("errors", "errors of /v1/responses have other statuses")
 WINDOW = Group("window", "prompts that memory does not hold are refused in other words")
 TEMPLATES = Group("templates", "messages that the chat template cannot say are lost or refused")
+ITEMS = Group(
+    "items of responses",
+    "whole answers of /v1/responses have all words before all calls, and cut calls look whole",
+)
+NAMESPACES = Group("namespaces", "namespaces and deferral of tools are lost on /v1/responses")
 TRANSLATION = Group(
     "translation",
-    "namespaces and deferral of tools are lost on /v1/responses; on /v1/messages a turn with "
-    "thinking is rendered otherwise than it was generated",
+    "on /v1/messages a turn with thinking is rendered otherwise than it was generated; on "
+    "/v1/responses an answer has two tokens less than it may",
 )
 LAST_CHUNK = Group("last chunk", "what was computed last for a client that left is computed again")
 
@@ -167,6 +184,7 @@ _MANAGERS = "sglang.srt.managers"
 _SCHEDULER = f"{_MANAGERS}.scheduler.Scheduler"
 _POLICY = f"{_MANAGERS}.schedule_policy"
 _SAMPLING = "sglang.srt.sampling.sampling_batch_info.SamplingBatchInfo"
+_RESULTS = f"{_MANAGERS}.scheduler_components.batch_result_processor.SchedulerBatchResultProcessor"
 _STREAMER = f"{_MANAGERS}.scheduler_components.output_streamer.SchedulerOutputStreamer"
 _UPDATER = f"{_MANAGERS}.scheduler_components.weight_updater.SchedulerWeightUpdaterManager"
 _TOKENIZER = f"{_MANAGERS}.tokenizer_manager.TokenizerManager"
@@ -265,10 +283,10 @@ _MAIN_SEAMS: dict[str, Seam] = {
         | {
             "create_responses": (
                 around(LOGPROBS, text_logprobs.allow_in_stream),
-                around(TRANSLATION, translation.name_namespaces),
+                around(NAMESPACES, translation.name_namespaces),
             ),
             "_make_request": (around(PINS, pin_placement.place_pins_of_response),),
-            "_response_tools_to_chat_tools": (around(TRANSLATION, translation.keep_deferral),),
+            "_response_tools_to_chat_tools": (around(NAMESPACES, translation.keep_deferral),),
             "responses_full_generator": (
                 around(ERRORS, errors.note_failure),
                 around(LOGPROBS, text_logprobs.complete_response),
@@ -277,7 +295,7 @@ _MAIN_SEAMS: dict[str, Seam] = {
                 around(LOGPROBS, text_logprobs.stream_response),
                 around(CALLS, tool_calls.stream_response),
             ),
-            "_make_response_output_items": (around(CALLS, tool_calls.order_items),),
+            "_make_response_output_items": (around(ITEMS, tool_calls.order_items),),
         },
     ),
     _MESSAGES: Seam(
@@ -303,12 +321,12 @@ _MAIN_SEAMS: dict[str, Seam] = {
         "AROUND", (around(CACHES, cache_hooks.encode_prompt),)
     ),
     f"{_OPENAI}.serving_chat.encode_prompt_segments": Seam(
-        "AROUND", (around(CACHES, cache_hooks.encode_segments),)
+        "AROUND", (around(ENCODERS, cache_hooks.encode_segments),)
     ),
     f"{_TOKENIZERS}.PreTrainedTokenizerBase.encode": Seam(
         "AROUND", (around(PINS, cache_hooks.encode_text),)
     ),
-    f"{_RECIPE}.DeepSeekRecipe.__init__": Seam("AFTER", (after(CACHES, cache_hooks.use_pieces),)),
+    f"{_RECIPE}.DeepSeekRecipe.__init__": Seam("AFTER", (after(ENCODERS, cache_hooks.use_pieces),)),
     "jsonschema.Draft202012Validator.check_schema": Seam(
         "AROUND", (around(CACHES, cache_hooks.check_schema),)
     ),
@@ -390,6 +408,32 @@ _SCHEDULER_SEAMS: dict[str, Seam] = {
     ),
 }
 SEAMS = {Role.MAIN: _MAIN_SEAMS, Role.SCHEDULER: _SCHEDULER_SEAMS}
+SOURCES: dict[str, tuple[Group, ...]] = {
+    # The order in which requests are tried, and what a result of a try means
+    f"{_SCHEDULER}._get_new_batch_prefill_raw": (PINS, ORDER),
+    f"{_POLICY}.PrefillAdder.add_one_req": (PINS, ORDER),
+    f"{_POLICY}.PrefillAdder.add_chunked_req": (PINS, ORDER),
+    f"{_POLICY}.PrefillAdder.preempt_to_schedule": (ORDER,),
+    # What entry ranks add reaches all ranks
+    f"{_SCHEDULER}.ingest_requests": (PINS,),
+    # What a step does after its output, and in which order
+    f"{_RESULTS}.process_batch_result_prefill": (FIRST_TOKEN,),
+    f"{_SCHEDULER}.process_pending_chunked_abort": (LAST_CHUNK,),
+    f"{_MANAGERS}.schedule_batch.Req._check_str_based_finish": (SAMPLER,),
+    # What runs in place of SGLang's, or changes a value that it makes
+    f"{_CHAT}._resolve_inline_system_support": (TEMPLATES,),
+    f"{_CHAT}._effective_tools": (CACHES,),
+    f"{_CHAT}._get_history_tool_calls_cnt": (CACHES,),
+    f"{_CHAT}._check_for_unstreamed_tool_args": (CALLS,),
+    f"{_DETECTOR}.parse_streaming_increment": (CALLS,),
+    f"{_PARSER}.get_structure_constraint": (CHOICE,),
+    f"{_PROTOCOL}.ChatCompletionRequest.to_sampling_params": (CHOICE,),
+    f"{_PROTOCOL}.ResponsesRequest.to_sampling_params": (CHOICE, TRANSLATION),
+    # Events and variables that are read
+    f"{_MESSAGES}._generate_anthropic_stream": (MESSAGES,),
+    f"{_RESPONSES}._responses_stream_generator_non_harmony": (CALLS, LOGPROBS),
+}
+"""Functions of SGLang's whose code is relied on, hooked or not, with the groups that do."""
 
 _ENTRY_POINTS = {
     "run_scheduler_process": Role.SCHEDULER,
@@ -409,38 +453,48 @@ def current_role() -> Role:
 
 
 def changed(
-    seams: Mapping[str, Seam], tested: Mapping[str, str] | None = None
+    seams: Mapping[str, Seam], sources: Mapping[str, tuple[Group, ...]], tested: Tested
 ) -> dict[Group, list[str]]:
-    """The groups that the installed SGLang has changed, with what it lacks or takes. Raises
-    RuntimeError if no engine serves without one of them.
-
-    tested: the signature of each function of SGLang's that was tested, by default those of the
-        version that is supported.
-    """
-    tested = sglang_check.tested_signatures() if tested is None else tested
+    """The groups that cannot work with the installed SGLang, each with what it lacks, takes or
+    does otherwise."""
     lacking: dict[Group, list[str]] = {}
     for symbol, seam in seams.items():
         for method, part in seam.places():
             path = f"{symbol}.{method}" if method else symbol
-            if problem := sglang_check.unlike(path, tested.get(path)):
+            if problem := sglang_check.unlike(path, tested.signatures.get(path)):
                 lacking.setdefault(part.group, []).append(f"{path} {problem}")
-    if needed := [group for group in lacking if not group.without]:
-        problems = "; ".join(f"{group.name}: {', '.join(lacking[group])}" for group in needed)
-        raise RuntimeError(f"what no engine serves without has changed: {problems}")
+    for path, groups_of in sources.items():
+        if sglang_check.is_rewritten(path, tested.sources.get(path)):
+            for group in groups_of:
+                lacking.setdefault(group, []).append(f"{path} has another body")
     return lacking
 
 
+def verify(sglang_version: str) -> None:
+    """Compares all that the extension hooks, relies on, calls and reads with the installed SGLang,
+    and notes for all processes which groups are off. Raises RuntimeError with the whole list if
+    this SGLang lacks what no engine serves without."""
+    lacking = changed(dict(_all_seams()), SOURCES, sglang_check.tested_with(sglang_version))
+    needed = [
+        f"{group.name}: {', '.join(lacking[group])}" for group in lacking if not group.without
+    ]
+    symbols = sglang_api.HTTP_PROCESS + sglang_api.SCHEDULER_PROCESS
+    missing = sglang_check.missing(symbols, [sglang_http_types, sglang_types])
+    if missing := [*missing, *sglang_check.missing_variables(tool_calls.VARIABLES)]:
+        needed.append(f"it has no {', '.join(missing)}")
+    if needed:
+        raise RuntimeError(f"what no engine serves without has changed: {'; '.join(needed)}")
+    sglang_check.note_off(
+        {
+            group.name: f"SGLang's {', '.join(problems)}: {group.without}"
+            for group, problems in lacking.items()
+        }
+    )
+
+
 def used_seams(role: Role, *, shares_prefixes: bool) -> dict[str, Seam]:
-    """The seams of a process. The main process looks at those of all processes, and notes for all
-    which groups are off. Raises RuntimeError if a needed group is."""
+    """The seams of a process, without those of groups that `verify` noted as off."""
     unused = () if shares_prefixes else (SHARED,)  # keys are made often
-    if role is Role.MAIN:
-        sglang_check.note_off(
-            {
-                group.name: f"SGLang's {', '.join(problems)}: {group.without}"
-                for group, problems in changed(dict(_all_seams())).items()
-            }
-        )
     off = sglang_check.groups_off()
     left = {
         symbol: seam.without([*unused, *(group for group in groups() if group.name in off)])
@@ -568,12 +622,29 @@ def rows() -> Iterator[tuple[str, str, str, str, str]]:
                 yield role, path, part.when, f"{module}.{part.function.__name__}", part.group.name
 
 
+def tested_now(installed: str) -> dict[str, dict[str, str]]:
+    """What `tested.json` has of the installed SGLang. Of an older version than the last, signatures
+    that differ from the last one's, and not those of groups that are off in it."""
+    is_last = installed == TESTED[-1]
+    last = {} if is_last else sglang_check.tested_with(TESTED[-1]).signatures
+    off = OFF.get(installed, frozenset())
+    paths = {
+        path for _, path, _, _, group in rows() if path.startswith("sglang.") and group not in off
+    }
+    found = sglang_check.signatures_of(sorted(paths))
+    sources = {
+        path: sglang_check.fingerprint_of(pkgutil.resolve_name(path)) for path in sorted(SOURCES)
+    }
+    signatures = {path: one for path, one in found.items() if one != last.get(path)}
+    return {"signatures": signatures, "sources": sources}
+
+
 def main(argv: Sequence[str]) -> None:
-    """Prints every hook and every group; with --signatures, what `signatures.json` has of the
-    installed SGLang."""
-    if "--signatures" in argv:
-        paths = sorted({path for _, path, *_ in rows() if path.startswith("sglang.")})
-        print(json.dumps(sglang_check.signatures_of(paths), indent=1))
+    """Prints every hook and every group; with --tested, what `tested.json` has of the installed
+    SGLang."""
+    if "--tested" in argv:
+        sglang_versions.put_stand_ins(installed := version("sglang"))
+        print(json.dumps({installed: tested_now(installed)}, indent=1))
         return
     for row in rows():
         print("  ".join(row))

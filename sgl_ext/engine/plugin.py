@@ -9,7 +9,7 @@ import gc
 import sys
 from importlib.metadata import version
 
-from sgl_ext.engine import sglang_api, sglang_check, sglang_http_types, sglang_types
+from sgl_ext.engine import sglang_api
 from sgl_ext.process import outlive_output
 
 _active = False
@@ -37,16 +37,19 @@ def require_active() -> None:
 def _activate() -> None:
     from sgl_ext.compat import tool_calls
     from sgl_ext.engine.core.folder import acknowledge, open_folder
-    from sgl_ext.engine.hooks import Role, apply_hooks, current_role, used_seams
+    from sgl_ext.engine.hooks import Role, apply_hooks, current_role, used_seams, verify
+    from sgl_ext.engine.sglang_versions import put_stand_ins
     from sgl_ext.engine.startup import check_environment
     from sgl_ext.engine.topology import CACHE_BACKEND
     from sgl_ext.settings.schema import EngineSettings
 
     check_environment()
     tool_calls.forward_unknown_tools()
-    role = current_role()
+    role, installed = current_role(), version("sglang")
     if role is Role.MAIN:
         open_folder()
+        put_stand_ins(installed)
+        verify(installed)
     if role is Role.SCHEDULER:
         from sgl_ext.compat.sampler import use_linear_regex
         from sgl_ext.engine.scheduler.radix_cache import make_cache
@@ -55,9 +58,5 @@ def _activate() -> None:
         sglang_api.register_radix_cache_backend(CACHE_BACKEND, make_cache)
     settings = EngineSettings.from_environment()
     apply_hooks(role, used_seams(role, shares_prefixes=bool(settings.shared_prefixes)))
-    if role is Role.MAIN:
-        sglang_check.verify(sglang_api.HTTP_PROCESS, [sglang_http_types], tool_calls.VARIABLES)
-    if role is Role.SCHEDULER:
-        sglang_check.verify(sglang_api.SCHEDULER_PROCESS, [sglang_types])
     outlive_output()
     acknowledge(role)

@@ -1,22 +1,27 @@
 """Verifies at a start that SGLang has every symbol and attribute that the extension uses.
 
-`missing` is about what the extension calls and reads, `unlike` about what it hooks.
+`missing` is about what the extension calls and reads, `unlike` about what it hooks, and
+`is_rewritten` about functions whose code it relies on.
 """
 
 import dis
+import hashlib
 import json
 import os
 import pkgutil
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from functools import cache
-from inspect import signature, unwrap
+from inspect import getsource, signature, unwrap
 from itertools import pairwise
 from pathlib import Path
+from textwrap import dedent
 from types import CodeType, FunctionType, ModuleType
-from typing import Any
+from typing import Any, NamedTuple
+
+from sgl_ext.engine.sglang_versions import TESTED
 
 _OFF = "SGLEXT_HOOKS_OFF"
-_SIGNATURES = Path(__file__).with_name("signatures.json")
+_TESTED = Path(__file__).with_name("tested.json")
 
 
 def verify(
@@ -81,10 +86,44 @@ def unlike(path: str, tested: str | None) -> str | None:
     return f"takes {given}, not {tested}"
 
 
-def tested_signatures() -> dict[str, str]:
-    """Those of the version of SGLang that was tested."""
-    found: dict[str, str] = json.loads(_SIGNATURES.read_text())
-    return found
+class Tested(NamedTuple):
+    """What was tested with one version of SGLang. For a version that was not, of all of them.
+
+    signatures: of each hooked function. sources: the fingerprints of each function that the
+        extension relies on, one for each version.
+    """
+
+    signatures: Mapping[str, str]
+    sources: Mapping[str, Collection[str]]
+
+
+def tested_with(version: str) -> Tested:
+    """What a start with this version of SGLang is compared with."""
+    found: dict[str, dict[str, dict[str, str]]] = json.loads(_TESTED.read_text())
+    signatures = dict(found[TESTED[-1]]["signatures"])
+    if version in found:
+        signatures |= found[version]["signatures"]
+    sources: dict[str, set[str]] = {}
+    for name in (version,) if version in found else TESTED:
+        for path, fingerprint in found[name]["sources"].items():
+            sources.setdefault(path, set()).add(fingerprint)
+    return Tested(signatures, sources)
+
+
+def is_rewritten(path: str, tested: Collection[str] | None) -> bool:
+    """Whether a function's source is none of those that were tested. tested: None: any will do."""
+    return tested is not None and fingerprint_of(_resolved(path)) not in tested
+
+
+def fingerprint_of(function: Callable[..., Any] | None) -> str:
+    """Of a function's source without blank lines and lines of comments; "" if it has none."""
+    try:
+        source = dedent(getsource(unwrap(function)))  # type: ignore[arg-type]
+    except (OSError, TypeError):
+        return ""
+    lines = (line.rstrip() for line in source.splitlines())
+    code = "\n".join(line for line in lines if line and not line.lstrip().startswith("#"))
+    return hashlib.sha256(code.encode()).hexdigest()[:16]
 
 
 def signatures_of(paths: Iterable[str]) -> dict[str, str]:

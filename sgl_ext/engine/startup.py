@@ -16,10 +16,10 @@ from sgl_ext.engine import sglang_check, topology
 from sgl_ext.engine.arguments import resolved
 from sgl_ext.engine.core.folder import acknowledged
 from sgl_ext.engine.sglang_types import ServerArgs
+from sgl_ext.engine.sglang_versions import is_tested, tested_text
 from sgl_ext.settings.schema import EngineSettings
 from sgl_ext.settings.secrets import EngineSecret, is_reachable
 
-SUPPORTED_SGLANG = "0.5.23"
 PLUGIN = "sgl_ext"
 _OFF = ("", "0", "false", "no", "off", "n", "f")
 _DETOKENIZER_TIMEOUT_S = 120.0
@@ -33,14 +33,16 @@ def check_environment(environ: Mapping[str, str] = os.environ) -> None:
         found = version("sglang")
     except PackageNotFoundError:
         raise RuntimeError("SGLang is not installed: pip install 'sgl-ext[engine]'") from None
-    if found != SUPPORTED_SGLANG:
-        raise RuntimeError(f"it is made for SGLang {SUPPORTED_SGLANG} alone, and this is {found}")
+    settings = EngineSettings.from_environment(environ)
+    if not is_tested(found) and not settings.untested_sglang:
+        do = "set untested-sglang to try: docs/how/upstream.md"
+        raise RuntimeError(f"it is tested with SGLang {tested_text()}, and this is {found}; {do}")
     if environ.get("SGLANG_RUST_SERVER", "").lower() not in _OFF:
         raise RuntimeError("SGLANG_RUST_SERVER is set, and its front end has no hooks: unset it")
     allowed = environ.get("SGLANG_PLUGINS", "")
     if allowed.strip() and PLUGIN not in (name.strip() for name in allowed.split(",")):
         raise RuntimeError(f"SGLANG_PLUGINS={allowed!r} leaves out {PLUGIN!r}")
-    EngineSecret(EngineSettings.from_environment(environ).engine_secret)
+    EngineSecret(settings.engine_secret)
 
 
 def require_secret(host: str) -> None:

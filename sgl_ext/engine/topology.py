@@ -11,12 +11,14 @@ copy. Others have no effect.
 import math
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
+from importlib.metadata import version
 from typing import NamedTuple
 
 from sgl_ext.engine import sglang_api
 from sgl_ext.engine.arguments import caches, resolved
 from sgl_ext.engine.sglang_http_types import ModelConfig
 from sgl_ext.engine.sglang_types import ResolvedArgs, ServerArgs
+from sgl_ext.engine.sglang_versions import TESTED, is_tested
 from sgl_ext.settings.schema import EngineSettings
 from sgl_ext.settings.shared_tier import is_shared_tier
 from sgl_ext.settings.sources import USE_RAY
@@ -28,12 +30,13 @@ CACHE_BACKEND = "sgl_ext"
 @dataclass(frozen=True)
 class Facts:
     """What a start decides by. args: as SGLang resolved them. model: None if there is none.
-    has_states: whether the model has Mamba or other recurrent layers."""
+    has_states: whether the model has Mamba or other recurrent layers. sglang: its version."""
 
     args: ResolvedArgs
     model: ModelConfig | None
     settings: EngineSettings
     has_states: bool = False
+    sglang: str = TESTED[-1]
 
 
 def facts_of(server_args: ServerArgs) -> Facts:
@@ -42,7 +45,7 @@ def facts_of(server_args: ServerArgs) -> Facts:
     has_model = args.model_path.lower() not in ("none", "dummy")
     model = sglang_api.model_config_of(server_args) if has_model else None
     has_states = model is not None and sglang_api.uses_ssm_state(model)
-    return Facts(args, model, EngineSettings.from_environment(), has_states)
+    return Facts(args, model, EngineSettings.from_environment(), has_states, version("sglang"))
 
 
 class Rule(NamedTuple):
@@ -212,6 +215,13 @@ REFUSED = (
 """What ends a start."""
 
 DEGRADED = (
+    Rule(
+        "untested SGLang",
+        "--untested-sglang",
+        lambda facts: not is_tested(facts.sglang),
+        "nobody has tested this version of SGLang with the extension; what the extension hooks and "
+        "reads has the form that it was written for",
+    ),
     Rule(
         "PD disaggregation",
         "--disaggregation-mode",

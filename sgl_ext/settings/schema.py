@@ -388,6 +388,9 @@ class PickerSettings(BalancerSettings, frozen=True, kw_only=True):
 
 
 class EngineSettings(RequestSettings, frozen=True, kw_only=True):
+    untested_sglang: Annotated[
+        bool, "Start with a version of SGLang that is not tested, if it fits: how/upstream.md."
+    ] = False
     keep_tools: Annotated[
         bool, "Keep tools that tool_choice forbids in the prompt: guide/clients.md."
     ] = True

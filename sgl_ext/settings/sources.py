@@ -60,7 +60,7 @@ TABLES: Mapping[str, Mapping[str, Field]] = {
 GROUPS: Mapping[str, Sequence[str]] = {
     "The model and its engines": (
         *("model_path", "instances", "tp", "platform", "engine_host", "start_timeout_s"),
-        *("restart_drain_s", "shared_tier_bytes", "compile_timeout_s"),
+        *("restart_drain_s", "shared_tier_bytes", "compile_timeout_s", "untested_sglang"),
     ),
     "Address, keys and tenants": (
         *("host", "port", "insecure", "processes", "tls_cert", "tls_key", "api_key", "keys"),

@@ -3,10 +3,15 @@ by a subclass."""
 
 from __future__ import annotations
 
+import inspect
+import json
+import linecache
 import sys
+import textwrap
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Collection, Iterator, Mapping
 from importlib import import_module
+from importlib.metadata import version
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -15,10 +20,12 @@ import pytest
 
 from sgl_ext.engine import hooks, sglang_check
 from sgl_ext.engine.hooks import Group, Seam, after, around, before
+from sgl_ext.engine.sglang_versions import OFF, TESTED, put_stand_ins
 
 NEEDED = Group("a promise")
 OPTIONAL = Group("a fault", "answers are as SGLang writes them")
-TESTED = {"an_sglang.Server.answer": "(self, text, *, loudly=)", "an_sglang.start": "(args)"}
+SIGNATURES = {"an_sglang.Server.answer": "(self, text, *, loudly=)", "an_sglang.start": "(args)"}
+SOURCES = {"an_sglang.Server.stop": (OPTIONAL, NEEDED)}
 
 
 class Server:
@@ -49,8 +56,43 @@ def seams(group: Group) -> dict[str, Seam]:
     }
 
 
+def changed(group: Group, sources: Mapping[str, Collection[str]] = {}) -> dict[Group, list[str]]:
+    return hooks.changed(seams(group), SOURCES, sglang_check.Tested(SIGNATURES, sources))
+
+
 def test_an_sglang_as_it_was_tested_lacks_nothing(an_sglang: Any) -> None:
-    assert hooks.changed(seams(NEEDED), TESTED) == {}
+    assert changed(NEEDED) == {}
+    stop = sglang_check.fingerprint_of(Server.stop)
+    assert changed(NEEDED, {"an_sglang.Server.stop": {"another version's", stop}}) == {}
+
+
+def test_another_body_turns_off_what_relies_on_it(an_sglang: Any) -> None:
+    problem = ["an_sglang.Server.stop has another body"]
+    assert changed(NEEDED, {"an_sglang.Server.stop": {"0"}}) == {OPTIONAL: problem, NEEDED: problem}
+
+
+def test_a_fingerprint_is_of_the_code_and_not_of_comments() -> None:
+    def first(text: str) -> str:
+        # upper case
+
+        return text.upper()
+
+    def second(text: str) -> str:
+        return text.upper()
+
+    def third(text: str) -> str:
+        return text.lower()
+
+    def named(function: Callable[..., str]) -> str:
+        source = inspect.getsource(function).replace(function.__name__, "same")
+        name = f"<{function.__name__}>"
+        linecache.cache[name] = (1, None, source.splitlines(True), name)
+        made: dict[str, Any] = {}
+        exec(compile(textwrap.dedent(source), name, "exec"), made)
+        return sglang_check.fingerprint_of(made["same"])
+
+    assert named(first) == named(second) != named(third)
+    assert sglang_check.fingerprint_of(len) == ""
 
 
 def test_a_renamed_symbol_turns_the_group_off_that_can_be_off(an_sglang: Any) -> None:
@@ -59,17 +101,24 @@ def test_a_renamed_symbol_turns_the_group_off_that_can_be_off(an_sglang: Any) ->
             return text
 
     an_sglang.Server = Renamed
-    lacking = hooks.changed(seams(OPTIONAL), TESTED)
+    lacking = changed(OPTIONAL)
     assert lacking == {OPTIONAL: ["an_sglang.Server.answer is missing"]}
     left = {name: seam.without(lacking) for name, seam in seams(OPTIONAL).items()}
     assert left["an_sglang.Server"] is None
     assert left["an_sglang.start"] is not None
 
 
-def test_a_renamed_symbol_of_a_needed_group_ends_the_start_by_name(an_sglang: Any) -> None:
+def test_what_needed_groups_and_we_lack_ends_the_start_in_one_list(
+    an_sglang: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     del an_sglang.start
-    with pytest.raises(RuntimeError, match=r"a promise: an_sglang\.start is missing"):
-        hooks.changed(seams(OPTIONAL), TESTED)
+    monkeypatch.setattr(hooks, "_all_seams", lambda: iter(seams(OPTIONAL).items()))
+    monkeypatch.setattr(hooks, "SOURCES", {})
+    monkeypatch.setattr(sglang_check, "missing", lambda *_: ["an_sglang:Gone"])
+    monkeypatch.setattr(sglang_check, "missing_variables", lambda _: [])
+    reasons = r"a promise: an_sglang\.start is missing; it has no an_sglang:Gone"
+    with pytest.raises(RuntimeError, match=reasons):
+        hooks.verify(TESTED[-1])
 
 
 def test_another_signature_counts_as_another_function(an_sglang: Any) -> None:
@@ -78,7 +127,7 @@ def test_another_signature_counts_as_another_function(an_sglang: Any) -> None:
             return text
 
     an_sglang.Server = Other
-    (problem,) = hooks.changed(seams(OPTIONAL), TESTED)[OPTIONAL]
+    (problem,) = changed(OPTIONAL)[OPTIONAL]
     assert problem == (
         "an_sglang.Server.answer takes (self, text, language), not (self, text, *, loudly=)"
     )
@@ -114,13 +163,36 @@ def test_a_subclass_runs_our_functions_in_order_and_leaves_the_rest() -> None:
     assert Server().answer("a") == "a"
 
 
-def test_every_hooked_function_of_the_installed_sglang_was_tested() -> None:
+def test_of_the_installed_sglang_only_the_groups_are_off_that_its_version_cannot_have() -> None:
+    installed = version("sglang")
     with warnings.catch_warnings(action="ignore"):
         for name in ("entrypoints.http_server", "managers.scheduler", "parser.harmony_parser"):
             import_module(f"sglang.srt.{name}")
-        paths = sorted({path for _, path, *_ in hooks.rows() if path.startswith("sglang.")})
-        assert sglang_check.signatures_of(paths) == sglang_check.tested_signatures()
-        assert hooks.changed(dict(hooks._all_seams())) == {}
+        put_stand_ins(installed)
+        tested = sglang_check.tested_with(installed)
+        now = hooks.tested_now(installed)
+        assert {**tested.signatures, **now["signatures"]} == tested.signatures
+        assert {path: {one} for path, one in now["sources"].items()} == tested.sources
+        lacking = hooks.changed(dict(hooks._all_seams()), hooks.SOURCES, tested)
+    assert {group.name for group in lacking} == OFF[installed]
+
+
+def test_each_tested_version_has_all_tables() -> None:
+    names = {group.name for group in hooks.groups()}
+    table = json.loads(sglang_check._TESTED.read_text())
+    assert tuple(table) == TESTED
+    for one in TESTED:
+        assert table[one]["sources"].keys() == hooks.SOURCES.keys(), one
+        assert OFF[one] <= names
+    assert all(group.without for group in hooks.groups() if group.name in OFF[TESTED[0]])
+
+
+def test_a_version_that_nobody_tested_is_compared_with_all_that_were() -> None:
+    path = next(iter(hooks.SOURCES))
+    each = [sglang_check.tested_with(one) for one in TESTED]
+    untested = sglang_check.tested_with("99.0")
+    assert untested.signatures == each[-1].signatures
+    assert untested.sources[path] == {one for known in each for one in known.sources[path]}
 
 
 def test_every_hook_is_listed(capsys: pytest.CaptureFixture[str]) -> None:

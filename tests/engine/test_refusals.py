@@ -14,6 +14,7 @@ from sgl_ext_cpu.nursery import Nursery
 
 from sgl_ext.engine import startup
 from sgl_ext.engine.core.folder import acknowledge
+from sgl_ext.engine.sglang_versions import TESTED, installed
 from sgl_ext.node.failure import failure
 from tests.waiting import until
 
@@ -63,7 +64,7 @@ def test_a_missing_symbol_stops_the_start_and_is_named(failed_start: Start, tmp_
     ended = failed_start(PYTHONPATH=path)
     assert ended.status != 0
     assert "sglang.srt.entrypoints.http_server.ORJSONRequest.json" in ended.output
-    assert "SGLang 0.5.23" in ended.output
+    assert f"SGLang {installed()}" in ended.output
 
 
 def test_a_scheduler_without_the_plugin_stops_the_start(
@@ -140,7 +141,16 @@ def test_an_unusable_environment_is_rejected_by_name(
     assert "Traceback" not in ended.output
 
 
-def test_another_sglang_version_is_rejected(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(startup, "version", lambda _: "0.5.24")
-    with pytest.raises(RuntimeError, match=r"0\.5\.23 alone, and this is 0\.5\.24"):
+def test_another_sglang_version_is_rejected_unless_its_user_wants_to_try(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(startup, "version", lambda _: "99.0")
+    with pytest.raises(RuntimeError, match=rf"{TESTED[-1]}, and this is 99.0; set untested-sglang"):
         startup.check_environment({})
+    startup.check_environment({"SGLEXT_SETTINGS": '{"untested_sglang": true}'})
+
+
+@pytest.mark.parametrize("number", TESTED)
+def test_tested_versions_are_taken(monkeypatch: pytest.MonkeyPatch, number: str) -> None:
+    monkeypatch.setattr(startup, "version", lambda _: number)
+    startup.check_environment({})

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 
 from sgl_ext.engine import hooks, startup, topology
+from sgl_ext.engine.sglang_versions import TESTED
 from sgl_ext.engine.topology import CACHE_BACKEND, DEGRADED, REFUSED, Facts
 from sgl_ext.node.failure import failure
 from sgl_ext.protocols.registry import of_path
@@ -70,11 +71,12 @@ def facts(
     model: Any = None,
     settings: EngineSettings | None = None,
     has_states: bool = False,
+    sglang: str = TESTED[-1],
     **changed: Any,
 ) -> Facts:
     assert changed.keys() <= PLAIN.keys()
     args: Any = SimpleNamespace(**(PLAIN | changed))
-    return Facts(args, model, settings or EngineSettings(), has_states)
+    return Facts(args, model, settings or EngineSettings(), has_states, sglang)
 
 
 def model(**changed: Any) -> Any:
@@ -89,6 +91,7 @@ def model(**changed: Any) -> Any:
 
 
 CASES = [
+    ("untested SGLang", facts(sglang="99.0")),
     ("several tokenizer workers", facts(tokenizer_worker_num=2)),
     ("gRPC", facts(grpc_port=1)),
     ("gRPC", facts(grpc_mode=True)),

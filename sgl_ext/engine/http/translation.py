@@ -15,6 +15,7 @@ from sgl_ext.engine.http.extension import installed
 from sgl_ext.engine.http.rendering import defers_tools
 from sgl_ext.engine.sglang_http_types import AnthropicServing, ServingChat, ServingResponses
 from sgl_ext.engine.sglang_types import Original
+from sgl_ext.engine.sglang_versions import TESTED, unknown_field
 from sgl_ext.limits.bounds import LIMIT_LEVELS, deep_field
 from sgl_ext.protocols.anthropic import ANTHROPIC, COUNT_TOKENS
 from sgl_ext.protocols.responses import RESPONSES
@@ -72,7 +73,17 @@ def for_sglang(request: Any, context: RequestContext) -> Any:
     if context.withdrawn_tools:  # they stay in the prompt
         names: set[Any] = {tool.get("name") for tool in objects(translated.body.get("tools"))}
         context.allowed_tools = frozenset(names - context.withdrawn_tools)
+    _reject_unknown(protocol, translated.body)
     return translated.body
+
+
+def _reject_unknown(protocol: Protocol, body: Any) -> None:
+    """Rejects what this version of SGLang would ignore, though it changes the answer."""
+    if field := unknown_field(protocol.name, body):
+        from fastapi import HTTPException
+
+        error = {"message": f"{field}: needs SGLang {TESTED[-1]} or newer", "param": field}
+        raise HTTPException(HTTPStatus.BAD_REQUEST, error)
 
 
 def _reject_refused(protocol: Protocol, body: Any) -> None:

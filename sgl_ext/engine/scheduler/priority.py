@@ -55,12 +55,15 @@ def order_queue(
     extension.first_waiting = queue[0] if queue else None
 
 
-def defer_vain_try(original: Original, scheduler: Scheduler, running_batch: ScheduleBatch) -> bool:
+def defer_vain_try(original: Original, scheduler: Scheduler, *given: ScheduleBatch) -> bool:
     """Around `Scheduler._should_defer_prefill`. With preemption SGLang tries to admit requests
     before every step of decoding, and each try costs time. After a try that admitted nothing, the
-    next one waits until a request comes, leaves or ends, or until the clock goes on."""
-    if original(scheduler, running_batch):
+    next one waits until a request comes, leaves or ends, or until the clock goes on.
+
+    given: the batch that runs, which older versions do not pass."""
+    if original(scheduler, *given):
         return True
+    (running_batch,) = given or (scheduler.running_batch,)
     extension = extension_of(scheduler.tree_cache)
     conditions = _conditions(extension, scheduler, running_batch)
     is_vain = conditions is not None and conditions == extension.last_try

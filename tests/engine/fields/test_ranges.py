@@ -14,6 +14,7 @@ from docs import field_ranges
 from sgl_ext.engine.fields import ranges
 from sgl_ext.engine.fields.patterns import Grammar, Schema
 from sgl_ext.engine.fields.ranges import EMBEDDING, GENERATION, INT64, SAMPLING, Check, Model, Whole
+from sgl_ext.engine.sglang_versions import TESTED, installed
 
 MODEL = Model(vocab_size=100, context_tokens=1_000, hidden_size=2, prompt_tokens=10)
 RIGHT: dict[str, list[Any]] = {
@@ -68,7 +69,8 @@ def test_every_field_of_sglang_is_in_the_table_and_no_other(
         fields = {field.name for field in dataclasses.fields(described)}
     else:
         fields = set(described.__struct_fields__)
-    assert set(table) == fields
+    # An older version has fewer.
+    assert set(table) == fields if installed() == TESTED[-1] else set(table) >= fields
 
 
 @pytest.mark.parametrize("name", RIGHT)

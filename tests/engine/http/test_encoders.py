@@ -28,6 +28,7 @@ from sgl_ext.engine.http.extension import HttpExtension
 from sgl_ext.engine.http.pin_placement import log_limits, place_pins
 from sgl_ext.protocols.registry import of_path
 from sgl_ext.reading.cache_marks import TtlLimits, read_marks
+from tests.sglang_versions import needs_group
 
 MESSAGES, CHAT = "/v1/messages", "/v1/chat/completions"
 
@@ -51,6 +52,9 @@ HOOKED = (
 MARK = {"cache_control": {"type": "ephemeral", "ttl": "1h"}}
 SPECS = ("dsv32", "dsv4", "dsv41", "kimi_k3", "glm", "lossy")
 ENCODED_IN_PIECES = SPECS[:3] + SPECS[4:5]
+
+
+pytestmark = needs_group("encoders")
 
 
 @pytest.fixture(scope="module", autouse=True)

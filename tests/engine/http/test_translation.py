@@ -12,6 +12,7 @@ import pytest
 from sgl_ext.engine.core.request_context import RequestContext, put_on
 from sgl_ext.engine.http.translation import convert_messages, keep_budget, model_of, name_namespaces
 from sgl_ext.reading.protocol import Model
+from tests.sglang_versions import needs_group
 
 TOOLS = [{"type": "namespace", "name": "agents", "tools": [{"type": "function", "name": "spawn"}]}]
 
@@ -41,6 +42,7 @@ def test_a_model_s_abilities_are_read_from_its_front_end() -> None:
     assert model_of(front_end(use_harmony=True)).has_phases
 
 
+@needs_group("namespaces")
 @pytest.mark.parametrize(("parser", "is_named"), [("qwen25", True), ("muse", False)])
 async def test_calls_are_answered_by_the_names_that_the_client_gave(
     parser: str, is_named: bool

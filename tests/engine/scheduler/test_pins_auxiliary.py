@@ -22,6 +22,7 @@ from sgl_ext.engine.core.request_context import WHOLE_PROMPT
 from sgl_ext.engine.scheduler.state import RequestState
 from sgl_ext.settings.schema import EngineSettings
 from sgl_ext.wire.hints import Hints
+from tests.sglang_versions import needs_newest
 
 TOKENS, WINDOWED, SLOTS = 1200, 400, 24
 WINDOW, CHUNK = 16, 64
@@ -214,6 +215,7 @@ def test_want_of_states_alone_costs_as_few_pins_as_do(model: Model) -> None:
     model.assert_nothing_lost()
 
 
+@needs_newest("it evicts by amounts alone")
 def test_memory_that_all_kinds_share_is_had_for_as_few_pins_as_do(model: Model) -> None:
     """With --enable-unified-memory SGLang evicts until an allocation is possible. The amounts that
     it gives are bounds, of which most may not be needed."""
