@@ -37,6 +37,7 @@ from sgl_ext.reading.usage import with_cache_creation
 ABORTED = "The answer was aborted before it was complete."
 _EVENT, _DATA, _END = "event: ", "\ndata: ", "\n\n"
 _FINISH_REASON = '"finish_reason":"'
+_USAGE = '"usage":{'
 _CALL_BLOCK = '"content_block":{"type":"tool_use"'
 _THINKING_BLOCK = '"content_block":{"type":"thinking"'
 _NO_STOP = {"stop_reason": None, "stop_sequence": None}
@@ -93,7 +94,7 @@ def watch_stream(original: Original, *args: Any, **kw: Any) -> Any:
 
 
 async def _watched(stream: AsyncIterator[str], context: RequestContext) -> AsyncIterator[str]:
-    async for line in stream:
+    async for line in _with_usage_at_the_end(stream):
         if found := _THINKING_TOKENS.search(line):
             context.thinking_tokens = int(found[1])
         is_end = _FINISH_REASON in line and line.startswith("data: {")
@@ -105,6 +106,29 @@ async def _watched(stream: AsyncIterator[str], context: RequestContext) -> Async
                     yield f"data: {orjson.dumps({'error': error}).decode()}\n\n"
                     return
         yield line
+
+
+async def _with_usage_at_the_end(stream: AsyncIterator[str]) -> AsyncIterator[str]:
+    """A stream whose end has the usage that follows it, if nothing before it had one.
+
+    SGLang begins a message with the first chunk that has content or ends the answer. An answer of
+    which nothing is shown, as one that is cut in its markup, would begin with a usage of zeros.
+    """
+    has_usage, held = False, ""
+    async for line in stream:
+        if held:
+            if _USAGE in line:
+                chunk = orjson.loads(held[6:]) | {"usage": orjson.loads(line[6:]).get("usage")}
+                held = f"data: {orjson.dumps(chunk).decode()}{_END}"
+            yield held
+            held = ""
+        has_usage = has_usage or _USAGE in line
+        if not has_usage and _FINISH_REASON in line and line.startswith("data: {"):
+            held = line
+        else:
+            yield line
+    if held:
+        yield held
 
 
 def _as_object(arguments: Any) -> Any:

@@ -12,7 +12,7 @@ What pydantic and jsonschema found wrong with a body becomes the field's path an
 
     pydantic    messages.0.Union1.role       Input should be 'user'
                 messages.0.Union2.content    Input should be a valid string
-    here        messages.0.content           Input should be a valid string
+    here        messages.0.content           must be a string
 
 A value that may have several types is tried as each of them, and each says what it misses. Those
 count that come furthest: that took the `role` or `type`, or found the fault deeper inside. SGLang
@@ -66,6 +66,7 @@ from sgl_ext.protocols.routes import (
     PARSING,
     SYSTEM_ONE,
     is_beside_responses,
+    is_service_beside_responses,
     not_found,
 )
 from sgl_ext.reading.places import value_at
@@ -82,6 +83,17 @@ _OF_LIBRARY = re.compile(r"\s*For further information visit \S+")
 _SCHEMA = re.compile(r"Tool (\d+) function has invalid 'parameters' schema: (.*)", re.DOTALL)
 _JSONSCHEMA = "\n\nFailed validating "
 _VALUE_ERROR = re.compile(r"^(Value error|Assertion failed), ")
+# What pydantic says, and the words of our other errors for it.
+_PLAIN_WORDS = tuple(
+    (re.compile(said), words)
+    for said, words in (
+        (r"Input should be a valid (?:dictionary|mapping).*", "must be an object"),
+        (r"Input should be a valid integer.*", "must be an integer"),
+        (r"Input should be a valid ([^,]+).*", r"must be a \1"),
+        (r"Input should be (.+)", r"must be \1"),
+        (r"Unable to parse input string as an integer.*", "must be a smaller integer"),
+    )
+)
 # SGLang's own sentences that name no field, or that of a class of its own.
 _SENTENCES = {
     "schema_ is required for json_schema response format request.": (
@@ -116,8 +128,18 @@ def fields_of(errors: Sequence[Any]) -> list[Wrong]:
         what = str(error.get("msg", "")).strip()
         if error.get("type") == "json_invalid":  # then the place is a byte of the body
             path, what = "", f"{what}: {error.get('ctx', {}).get('error', '')}"
-        found.setdefault(path, _VALUE_ERROR.sub("", what))
+        found.setdefault(path, _in_plain_words(_VALUE_ERROR.sub("", what), path))
     return [Wrong(path, what) for path, what in found.items()]
+
+
+def _in_plain_words(what: str, path: str) -> str:
+    """What pydantic says of a field, as errors of the other fields say it."""
+    field = path.rpartition(".")[2]
+    what = re.sub(rf"^{re.escape(field)} must\b", "must", what) if field else what
+    for pattern, words in _PLAIN_WORDS:
+        if (found := pattern.fullmatch(what)) is not None:
+            return found.expand(words)
+    return what
 
 
 def plain(message: str) -> str:
@@ -579,7 +601,8 @@ class _Answer:
         takes a service beside stored responses for the id of one."""
         phrase = error.message if error.param is None else ""
         is_beside = phrase == _WRONG_METHOD and is_beside_responses(self._path)
-        if phrase == _NO_PATH or is_beside:
+        is_id = error.param == "response_id" and is_service_beside_responses(self._path)
+        if phrase == _NO_PATH or is_beside or is_id:
             return EngineError(404, not_found(self._scope["method"], self._path))
         if phrase == _WRONG_METHOD:
             return error._replace(message=f"{self._scope['method']} {self._path}: {phrase}")

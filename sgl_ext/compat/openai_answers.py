@@ -44,7 +44,7 @@ class Choices:
         self._has_offsets = has_offsets
         self._has_logprobs = has_logprobs
         self._id = b""
-        self._lengths: dict[int, int] = defaultdict(int)
+        self._lengths: dict[int, int] = {}
         self._tokens: dict[int, Tokens] = defaultdict(Tokens)
         self._texts: dict[int, list[str]] = defaultdict(list)  # whose tokens have not come
 
@@ -85,7 +85,7 @@ class Choices:
             if self._has_logprobs:
                 self._leave_text(choice, logprobs)
             elif isinstance(logprobs, dict):
-                logprobs["text_offset"] = self._offsets(choice["index"], logprobs["tokens"])
+                logprobs["text_offset"] = self._offsets(choice, logprobs["tokens"])
         return orjson.dumps(document)
 
     def _leave_text(self, choice: Any, logprobs: Any) -> None:
@@ -114,8 +114,12 @@ class Choices:
         if found or isinstance(logprobs, dict):
             choice["logprobs"] = {**(logprobs or {"refusal": None}), "content": found}
 
-    def _offsets(self, index: int, tokens: list[str]) -> list[int]:
+    def _offsets(self, choice: Any, tokens: list[str]) -> list[int]:
         """Where each token begins in the text of its choice."""
+        index = choice["index"]
+        if index not in self._lengths:  # a prompt that is repeated may have no tokens
+            repeated = len(choice.get("text") or "") - sum(map(len, tokens))
+            self._lengths[index] = max(repeated, 0) if self._context.body.get("echo") else 0
         offsets = []
         for token in tokens:
             offsets.append(self._lengths[index])

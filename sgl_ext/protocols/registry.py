@@ -86,12 +86,12 @@ def errors_of(path: str) -> ErrorShape:
 
 
 def path_meant(path: str) -> str:
-    """The path of a protocol that a client means whose base URL has a slash, or `/v1`, too many or
-    too few; the same path if there is none."""
+    """The path of a protocol that a client means whose base URL has a slash or `/v1` too many or
+    too few, or a prefix of another server's, such as `/anthropic`; the same path if there is none.
+    """
     steps = [step for step in path.split("/") if step]
-    while steps[:1] == ["v1"]:
-        del steps[0]
-    found = "/v1/" + "/".join(steps)
+    last = max((at for at, step in enumerate(steps) if step == "v1"), default=-1)
+    found = "/v1/" + "/".join(steps[last + 1 :])
     return found if found != path and found in _MEANT else path
 
 

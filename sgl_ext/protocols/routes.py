@@ -109,6 +109,7 @@ class Route(NamedTuple):
 _BELOW_RESPONSES = "/v1/responses/"
 _MODEL = "/v1/models/{model}"
 _RESPONSE_ID = "resp_"
+_SERVICES = ("compact", "input_tokens")
 _TO_ONE = {
     **{path: Route(path, placed=True, runs=path not in NOT_RUN) for path in PLACED},
     PREFILL: Route(PREFILL, placed=True, warms=True),
@@ -143,6 +144,11 @@ def not_found(method: str, path: str) -> str:
     what = "address and /v1" if of_openai else "address alone"
     example = f"http://127.0.0.1:30000{'/v1' if of_openai else ''}"
     return f"{said}. {meant} is served: the client's base URL must be the {what}, as in {example}"
+
+
+def is_service_beside_responses(path: str) -> bool:
+    """Whether a path below that of responses is one of OpenAI's services, and no id."""
+    return path.removeprefix(_BELOW_RESPONSES) in _SERVICES
 
 
 def is_beside_responses(path: str) -> bool:

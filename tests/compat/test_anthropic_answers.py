@@ -137,6 +137,20 @@ async def test_the_end_of_a_stream_counts_the_prompt_too() -> None:
     assert shown["usage"] == begin["message"]["usage"] | {"output_tokens": 7}
 
 
+async def test_a_message_of_which_nothing_is_shown_counts_its_prompt() -> None:
+    enter_request()
+    usage = {"prompt_tokens": 13, "completion_tokens": 1}
+    end = {"choices": [{"delta": {}, "finish_reason": "length"}], "usage": None}
+    begin, counted = (
+        _line(choices=[{"delta": {"role": "assistant"}}]),
+        _line(choices=[], usage=usage),
+    )
+    lines = [begin, _line(**end), counted, "data: [DONE]\n\n"]
+    given = [line async for line in watch_stream(_stream, lines)]
+    assert given == [begin, _line(**(end | {"usage": usage})), counted, lines[-1]]
+    assert [line async for line in watch_stream(_stream, lines[:2])] == lines[:2]
+
+
 class _Answer:
     def __init__(self, content: Any) -> None:
         self.status_code, self.content, self.body = 200, content, orjson.dumps(content)

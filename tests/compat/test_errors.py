@@ -62,16 +62,16 @@ LISTED = (
 
 
 def test_pydantics_text_becomes_one_sentence() -> None:
-    assert plain(TEXT) == "messages.2.content: Input should be a valid string"
-    assert plain(LISTED) == "text: Input should be a valid list"
+    assert plain(TEXT) == "messages.2.content: must be a string"
+    assert plain(LISTED) == "text: must be a list"
     assert plain("n must be positive") == "n must be positive"
 
 
 def test_an_items_error_names_the_clients_item() -> None:
     said = plain(TEXT)
     items: list[Any] = [{"role": "user", "content": "a"}, {"output": {"a": 1}}]
-    assert of_item(said, items) == Wrong("input[1].output", "Input should be a valid string")
-    assert of_item(said, "a") == Wrong("input", "Input should be a valid string")
+    assert of_item(said, items) == Wrong("input[1].output", "must be a string")
+    assert of_item(said, "a") == Wrong("input", "must be a string")
     assert of_item("tools.0.name: Field required", items) is None
 
 
@@ -270,12 +270,29 @@ def test_pydantic_s_errors_are_named_by_field() -> None:
     error = error_of_validation(found)
     assert error.param == "messages.0.role"
     assert error.message == (
-        "messages.0.role: Input should be 'user'; messages.0.content: a string; "
-        "n: an integer; and 1 more"
+        "messages.0.role: must be 'user'; messages.0.content: a string; n: an integer; and 1 more"
     )
     assert error_of_validation([{"loc": ("body",), "msg": "no object"}]) == EngineError(
         400, "body: no object"
     )
+
+
+@pytest.mark.parametrize(
+    ("said", "words"),
+    [
+        ("Input should be a valid integer, unable to parse string as an integer", "an integer"),
+        ("Input should be a valid dictionary or instance of ImageURL", "an object"),
+        ("Input should be a valid boolean, unable to interpret input", "a boolean"),
+        ("Input should be 'auto' or 'disabled'", "'auto' or 'disabled'"),
+        ("Input should be greater than or equal to 1", "greater than or equal to 1"),
+        ("n must be at least 1", "at least 1"),
+        ("Value error, n must be positive", "positive"),
+        ("Unable to parse input string as an integer, exceeded maximum size", "a smaller integer"),
+    ],
+)
+def test_pydantic_s_words_are_those_of_our_errors(said: str, words: str) -> None:
+    error = error_of_validation([{"loc": ("body", "n"), "msg": said}])
+    assert error == EngineError(400, f"n: must be {words}", "n")
 
 
 def test_a_failed_response_says_why() -> None:

@@ -40,10 +40,10 @@ def test_a_stream_has_one_id(engine: Engine, path: str, fields: dict[str, Any]) 
     assert len({choice["index"] for each in found for choice in each["choices"]}) > 1
 
 
-@pytest.mark.parametrize("echo", [False, True])
-def test_offsets_are_places_in_the_text(engine: Engine, echo: bool) -> None:
+@pytest.mark.parametrize(("echo", "count"), [(False, 1), (True, 1), (True, 0)])
+def test_offsets_are_places_in_the_text(engine: Engine, echo: bool, count: int) -> None:
     # No token ends the answer, or is a part of a character.
-    fields = {"prompt": "a word here", "logprobs": 1, "echo": echo, "n": 2, "regex": "[a-z ]{99}"}
+    fields = {"prompt": "a word", "logprobs": count, "echo": echo, "n": 2, "regex": "[a-z ]{99}"}
     whole = engine.post(COMPLETIONS, {"model": "tiny", "max_tokens": 4, **fields})
     for choice in whole["choices"]:
         logprobs = choice["logprobs"]
@@ -52,10 +52,10 @@ def test_offsets_are_places_in_the_text(engine: Engine, echo: bool) -> None:
     texts: dict[int, str] = {}
     for event in events(engine, COMPLETIONS, **fields):
         for choice in event["choices"]:
-            before = len(texts.get(choice["index"], ""))
-            texts[choice["index"]] = texts.get(choice["index"], "") + choice["text"]
-            if choice["logprobs"] and choice["logprobs"]["text_offset"]:
-                assert choice["logprobs"]["text_offset"][0] == before
+            text = texts[choice["index"]] = texts.get(choice["index"], "") + choice["text"]
+            logprobs = choice["logprobs"] or {"text_offset": [], "tokens": []}
+            for offset, token in zip(logprobs["text_offset"], logprobs["tokens"], strict=True):
+                assert text[offset:].startswith(token)
 
 
 def test_an_answer_without_either_passes_unchanged(engine: Engine) -> None:

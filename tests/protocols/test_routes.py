@@ -5,7 +5,12 @@ from __future__ import annotations
 import pytest
 
 from sgl_ext.protocols.registry import path_meant
-from sgl_ext.protocols.routes import is_beside_responses, not_found, to_one
+from sgl_ext.protocols.routes import (
+    is_beside_responses,
+    is_service_beside_responses,
+    not_found,
+    to_one,
+)
 
 
 @pytest.mark.parametrize(
@@ -19,6 +24,9 @@ from sgl_ext.protocols.routes import is_beside_responses, not_found, to_one
         ("/v1/v1/chat/completions", "/v1/chat/completions"),
         ("/v1/responses/", "/v1/responses"),
         ("/v1/v1/models", "/v1/models"),
+        ("/anthropic/v1/messages", "/v1/messages"),
+        ("/openai/v1/chat/completions", "/v1/chat/completions"),
+        ("/api/v1/v1/responses", "/v1/responses"),
     ],
 )
 def test_the_base_url_that_is_meant_is_named(path: str, meant: str) -> None:
@@ -39,6 +47,8 @@ def test_services_beside_stored_responses_are_no_ids() -> None:
     assert is_beside_responses("/v1/responses/compact")
     assert not is_beside_responses("/v1/responses/resp_1/cancel")
     assert not is_beside_responses("/v1/responses")
+    assert is_service_beside_responses("/v1/responses/input_tokens")
+    assert not is_service_beside_responses("/v1/responses/my-own-id")
 
 
 def test_a_list_has_a_head() -> None:

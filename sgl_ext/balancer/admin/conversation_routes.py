@@ -18,7 +18,12 @@ from aiohttp import web
 from sgl_ext.balancer.admin.operations import SERVICES, hints_in, json_response, to_holder
 from sgl_ext.balancer.conversations import contexts
 from sgl_ext.protocols.errors import BalancerError, bad_field
-from sgl_ext.protocols.routes import CONTEXTS, RESPONSE
+from sgl_ext.protocols.routes import (
+    CONTEXTS,
+    RESPONSE,
+    is_service_beside_responses,
+    not_found,
+)
 
 _MAX_LIMIT = 100
 
@@ -59,17 +64,21 @@ async def show_response(request: web.Request) -> web.Response:
     )
     if found is not None:
         return json_response(found)
+    return await _ask_holder(request)
+
+
+async def cancel_response(request: web.Request) -> web.Response:
+    return await _ask_holder(request)
+
+
+async def _ask_holder(request: web.Request) -> web.Response:
+    """The answer of the engine that has the response."""
     await _require_owner(request)
     answer = await to_holder(request)
     # Engines without a response store answer 400: for the client that is "not found", too.
     if answer.status in (HTTPStatus.BAD_REQUEST, HTTPStatus.NOT_FOUND):
         raise _not_found(_id(request))
     return answer
-
-
-async def cancel_response(request: web.Request) -> web.Response:
-    await _require_owner(request)
-    return await to_holder(request)
 
 
 async def delete_response(request: web.Request) -> web.Response:
@@ -130,6 +139,9 @@ async def _require_owner(request: web.Request) -> None:
 
 
 def _id(request: web.Request) -> str:
+    """The id in a request's path. Raises BalancerError 404 if it is the name of a service."""
+    if is_service_beside_responses(request.path):
+        raise BalancerError(HTTPStatus.NOT_FOUND, not_found(request.method, request.path))
     return request.match_info["response"]
 
 

@@ -9,8 +9,9 @@ So the balancer reads chunks itself. Extensions and trailers are dropped, and th
 limited. A trailer about the framing is an error.
 
 Compressed as gzip, zstd, and deflate with or without its zlib header: a body is inflated as it
-arrives. A few KB can inflate to many MB. So beyond a first MB a body may only be MAX_RATIO times
-as large as what has arrived of it.
+arrives. A gzip body (RFC 1952) may have several members, and one of zstd (RFC 8878) several frames:
+programs that compress in parallel write these. A few KB can inflate to many MB. So beyond a first
+MB a body may only be MAX_RATIO times as large as what has arrived of it.
 """
 
 import re
@@ -29,6 +30,8 @@ _MAX_LINE = 4096
 # Each chunk takes time. After the first ones they must have a size on average.
 MAX_SMALL_CHUNKS = 5000
 MIN_CHUNK_BYTES = 64
+# Each member of a compressed body takes time, whatever its size.
+MAX_MEMBERS = 1000
 _TRAILER = re.compile(
     rb"(?!(?i:content-length|transfer-encoding):)[!#$%&'*+\-.^_`|~0-9A-Za-z]+:[\t\x20-\x7e\x80-\xff]*"
 )
@@ -212,9 +215,45 @@ class ZstdDecoder:
             self._left += _CHECKSUM_BYTES
 
 
+class SkippableFrame:
+    """The decoder of a zstd frame that becomes nothing: a program's own notes.
+
+    frame   50 to 5f, 2a 4d 18; size (4 bytes); so many bytes
+    """
+
+    FIRST_BYTES = range(0x50, 0x60)
+    _MAGIC = b"\x2a\x4d\x18"
+    _HEADER_BYTES = 8
+    unconsumed_tail = b""
+
+    def __init__(self) -> None:
+        self._header = bytearray()
+        self._left = self._HEADER_BYTES
+        self.eof = False
+        self.unused_data = b""
+
+    def decompress(self, data: bytes | bytearray | memoryview, max_length: int) -> bytes:
+        """Takes bytes of the frame. Raises ZstdError if they are not of such a frame."""
+        view = memoryview(data)
+        while view and not self.eof:
+            taken, view = view[: self._left], view[self._left :]
+            self._left -= len(taken)
+            if len(self._header) < self._HEADER_BYTES:
+                self._header += taken
+                if self._header[1:4] != self._MAGIC[: len(self._header) - 1]:
+                    raise ZstdError("no frame begins so")
+                if len(self._header) == self._HEADER_BYTES:
+                    self._left = int.from_bytes(self._header[4:], "little")
+            self.eof = not self._left
+        self.unused_data = bytes(view)
+        return b""
+
+
 _WINDOW = {b"gzip": 31, b"x-gzip": 31, b"deflate": zlib.MAX_WBITS}
 _ZSTD = b"zstd"
 ENCODINGS = frozenset((*_WINDOW, _ZSTD))
+# Codings whose bodies may be several members or frames.
+_SEVERAL = frozenset((b"gzip", b"x-gzip", _ZSTD))
 
 
 class CompressedBody:
@@ -225,7 +264,8 @@ class CompressedBody:
         self._encoding = encoding
         self._max_bytes = max_bytes
         self._arrived = 0
-        self._decoder: zlib._Decompress | ZstdDecoder | None = None
+        self._members = 0
+        self._decoder: zlib._Decompress | ZstdDecoder | SkippableFrame | None = None
 
     def take(self, data: bytes | bytearray, reserve: Callable[[int], None]) -> None:
         """Inflates the next bytes.
@@ -236,8 +276,7 @@ class CompressedBody:
         """
         if not data:
             return
-        if self._decoder is None:
-            self._decoder = self._decoder_of(data[0])
+        decoder = self._decoder or self._next_decoder(data[0])
         self._arrived += len(data)
         allowed = max(FREE_INFLATED_BYTES, MAX_RATIO * self._arrived)
         left: bytes | bytearray | memoryview = data
@@ -246,7 +285,9 @@ class CompressedBody:
             room = min(allowed, self._max_bytes) - len(self.body)
             step = min(room + 1, INFLATED_STEP_BYTES)
             try:
-                inflated = self._decoder.decompress(left, step)
+                if left and decoder.eof:
+                    decoder = self._next_decoder(left[0])
+                inflated = decoder.decompress(left, step)
             except (zlib.error, ZstdError):
                 message = "body: does not have the form of its content-encoding"
                 raise BalancerError(HTTPStatus.BAD_REQUEST, message) from None
@@ -257,14 +298,24 @@ class CompressedBody:
                 message = f"body: inflates to more than {MAX_RATIO} times its compressed size"
                 raise BalancerError(HTTPStatus.REQUEST_ENTITY_TOO_LARGE, message)
             reserve(len(self.body))
-            left, is_full = self._decoder.unconsumed_tail, len(inflated) == step
-        if self._decoder.unused_data:
-            raise _incomplete()
+            left, is_full = decoder.unconsumed_tail or decoder.unused_data, len(inflated) == step
 
-    def _decoder_of(self, first: int) -> "zlib._Decompress | ZstdDecoder":
-        """The decoder of a body that begins with this byte."""
+    def _next_decoder(self, first: int) -> "zlib._Decompress | ZstdDecoder | SkippableFrame":
+        """Begins the member or frame that has this byte first. Raises BalancerError 400 if none may
+        follow."""
+        if self._members and self._encoding not in _SEVERAL:
+            raise _incomplete()
+        self._members += 1
+        if self._members > MAX_MEMBERS:
+            raise BalancerError(
+                HTTPStatus.BAD_REQUEST, f"body: has more than {MAX_MEMBERS} compressed parts"
+            )
+        self._decoder = self._decoder_of(first)
+        return self._decoder
+
+    def _decoder_of(self, first: int) -> "zlib._Decompress | ZstdDecoder | SkippableFrame":
         if self._encoding == _ZSTD:
-            return ZstdDecoder()
+            return SkippableFrame() if first in SkippableFrame.FIRST_BYTES else ZstdDecoder()
         window = _WINDOW[self._encoding]
         if self._encoding == b"deflate" and first & 0x0F != zlib.DEFLATED:
             # Some clients send it without the zlib header.

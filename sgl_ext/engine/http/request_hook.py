@@ -71,6 +71,7 @@ async def read_body(original: Callable[[Any], Awaitable[Any]], request: Any) -> 
     """
     if hasattr(request, "_json"):
         return request._json
+    _reject_compressed(request)
     extension, path, raw_body = installed(), request.url.path, await request.body()
     body, stripped = _strip(extension, path, await original(request))
     context = _read_context(extension, request, path, body)
@@ -86,6 +87,17 @@ async def read_body(original: Callable[[Any], Awaitable[Any]], request: Any) -> 
         body = extension.message_cache.recall(body, context)
     request._json = body
     return body
+
+
+def _reject_compressed(request: Any) -> None:
+    """Raises HTTPException 415 for a body that SGLang would read as it was sent."""
+    words = request.headers.get("content-encoding", "").split(",")
+    coding = next((word for word in words if word.strip().lower() not in ("", "identity")), None)
+    if coding is not None:
+        from fastapi import HTTPException
+
+        message = f"content-encoding: {coding.strip()!r} is read by the balancer, and by no engine"
+        raise HTTPException(HTTPStatus.UNSUPPORTED_MEDIA_TYPE, message)
 
 
 def _strip(extension: HttpExtension, path: str, body: Any) -> tuple[Any, Stripped]:

@@ -376,9 +376,48 @@ def test_bare_deflate_is_decoded_too() -> None:
     assert facts(read_all(reader(), [data])) == [(b"/", b"text " * 1000, None, True)]
 
 
+def _frame_of_any_size(text: bytes) -> bytes:
+    packer = zstandard.ZstdCompressor(write_content_size=False).compressobj()
+    return packer.compress(text) + packer.flush()
+
+
+_NOTES = b"\x5a\x2a\x4d\x18\x04\x00\x00\x00abcd"
+_HALF = b"text " * 500
+
+
+@pytest.mark.parametrize("step", [1, 7, 1 << 20])
+@pytest.mark.parametrize(
+    ("encoding", "body"),
+    [
+        (b"gzip", gzip.compress(_HALF) * 2),
+        (b"x-gzip", gzip.compress(_HALF) + gzip.compress(b"") + gzip.compress(_HALF)),
+        (b"gzip", b"".join(gzip.compress(_HALF[at : at + 5] * 2) for at in range(0, 2500, 5))),
+        (b"zstd", _frame_of_any_size(_HALF) + zstandard.compress(_HALF)),
+        (b"zstd", _NOTES + zstandard.compress(_HALF) + _NOTES + _frame_of_any_size(_HALF) + _NOTES),
+        (b"zstd", _frame_of_any_size(_HALF * 2)),
+        (b"identity, zstd", zstandard.ZstdCompressor(write_checksum=True).compress(_HALF * 2)),
+    ],
+)
+def test_several_members_and_frames_are_one_body(encoding: bytes, body: bytes, step: int) -> None:
+    data = post(b"/a", body, b"Content-Encoding: " + encoding) + post(b"/b", b"")
+    pieces = [data[at : at + step] for at in range(0, len(data), step)]
+    assert facts(read_all(reader(), pieces)) == [
+        (b"/a", _HALF * 2, None, True),
+        (b"/b", b"", None, True),
+    ]
+
+
 @pytest.mark.parametrize(
     ("encoding", "body", "status"),
     [
+        (b"gzip", gzip.compress(b"x") + gzip.compress(b"x")[:-1], 400),
+        (b"gzip", gzip.compress(b"") * 1001, 400),
+        (b"gzip", b"".join([gzip.compress(b"x" * (LIMIT // 2 + 1))] * 2), 413),
+        (b"deflate", zlib.compress(b"x") * 2, 400),
+        (b"zstd", zstandard.compress(b"x") + _NOTES[:-1], 400),
+        (b"zstd", _NOTES[:6], 400),
+        (b"zstd", b"\x5a\x2a\x4d\x19\x04\x00\x00\x00abcd", 400),
+        (b"zstd", zstandard.compress(b"") * 1001, 400),
         (b"gzip", gzip.compress(b"x" * (LIMIT + 1), mtime=0), 413),
         (b"gzip", gzip.compress(b"x" * 1000, mtime=0)[:-9], 400),
         (b"gzip", gzip.compress(b"x", mtime=0) + b"more", 400),
