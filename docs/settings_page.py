@@ -40,6 +40,11 @@ _ABOUT = {
     "[default hints](../guide/operations.md#default-hints): `[hints.tenant.NAME]`, "
     "`[hints.agent.NAME]`, `[hints.harness.NAME]`, `[hints.model.NAME]`. "
     "There are no flags for them.",
+    "models": "A `[[models]]` for each of several models, in place of `model-path`, `instances` "
+    "and `tp`, and below it `[models.engine]` with SGLang's flags for its engines: "
+    "[several models](../guide/fleet.md#several-models).",
+    "aliases": 'Other names of models and LoRA adapters, as `"claude-haiku-*" = "small"`: '
+    "[several models](../guide/fleet.md#several-models). They change without a restart.",
     "engine": "SGLang's own flags without their dashes: true is a bare flag, false leaves it out, "
     "a list repeats values. A flag of SGLang's on the launcher's command line comes after these.",
 }

@@ -120,7 +120,13 @@ class Parts:
             stated=lambda worker, stated: self._models.note(worker, stated),
         )
         self._prefixes = prefixes
-        self._models = models = Models(self._workers, metrics, self._make_pool)
+        self._models = models = Models(
+            self._workers,
+            metrics,
+            self._make_pool,
+            [one.name for one in config.served],
+            *_meanings(config),
+        )
         self._subscribers = EventSubscribers(session, models, metrics)
         self._readiness = Readiness(
             self._workers, self._subscribers, prefixes, config.warm_timeout_s
@@ -293,6 +299,7 @@ class Parts:
             pool.queue.change(
                 config.queue_limit, config.queue_timeout_s, config.aging_s, config.agent_hold_s
             )
+        self._models.change(*_meanings(config))
         self._request_log.change(config.request_log_limit_bytes, config.request_log_age_s)
         self.config = config
         self._heads.clear()  # heads have their tenants' cache groups
@@ -327,6 +334,12 @@ class Parts:
 
     async def _write_snapshots(self) -> None:
         await self._whole.write(lambda: orjson.dumps(part(self.services, time.time())))
+
+
+def _meanings(config: BalancerSettings) -> tuple[dict[str, str], dict[str, str]]:
+    """The aliases of models, and the fallbacks of those that have one."""
+    fallbacks = {one.name: one.fallback for one in config.served if one.fallback}
+    return {alias.name: alias.model for alias in config.aliases}, fallbacks
 
 
 def _label(tenants: Tenants, key_file: KeyFileReloader | None, tenant: str) -> str | None:

@@ -3,7 +3,6 @@
 import os
 import sys
 from collections.abc import Mapping, Sequence
-from itertools import pairwise
 from pathlib import Path
 from socket import gethostname
 
@@ -20,10 +19,10 @@ from sgl_ext.node.log_dir import new_log
 from sgl_ext.node.reloads import changes_path
 from sgl_ext.ports import base_url, free_ports, reachable, require_free
 from sgl_ext.settings.schema import LaunchSettings, SettingsError
+from sgl_ext.settings.sources import served_by_flag
 
 # The command's, which engines need not know; SGLang would warn of their names.
 _COMMAND_VARIABLES = ("SGL_EXT_URL", "SGL_EXT_API_KEY")
-_SERVED_NAME = "--served-model-name"
 
 
 class Engine(Child):
@@ -55,9 +54,7 @@ class Engine(Child):
 
 def served_model(settings: LaunchSettings) -> str:
     """The name under which an engine with these settings serves its model."""
-    words = [word for arg in settings.engine_args for word in arg.split("=", 1)]
-    given = [value for flag, value in pairwise(words) if flag == _SERVED_NAME]
-    return given[-1] if given else settings.model_name
+    return served_by_flag(settings.engine_args) or settings.model_name
 
 
 _STORE, _REQUEST_LOG = "store.sqlite", "requests.jsonl"

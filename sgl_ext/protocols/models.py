@@ -6,11 +6,14 @@ for: `max_model_len` (vLLM, SGLang), `context_length` (OpenRouter), `context_win
 Which one is meant, only the header `anthropic-version` says.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from datetime import UTC, datetime
 from typing import Any, NamedTuple
 
 PATH = "/v1/models"
+TAGS_PATH = "/api/tags"
+# Anthropic's default and highest number of models on a page.
+_USUAL_PAGE, MOST_ON_A_PAGE = 20, 1000
 ANTHROPIC_HEADER = "anthropic-version"
 # What Anthropic answers where the day is not known.
 _UNKNOWN_DAY = "1970-01-01T00:00:00Z"
@@ -45,26 +48,17 @@ def read_stated(document: Any) -> StatedModel:
     return StatedModel(model["id"], tokens if isinstance(tokens, int) else None, adapters)
 
 
-def joined_lists(documents: Iterable[Any]) -> list[dict[str, Any]]:
-    """The models of several engines' lists, in one shape, each once."""
-    found: dict[str, dict[str, Any]] = {}
-    for document in documents:
-        cards = document.get("data") if isinstance(document, dict) else None
-        for card in cards if isinstance(cards, list) else ():
-            if isinstance(card, dict) and isinstance(card.get("id"), str):
-                found.setdefault(card["id"], card)
-    return [*found.values()]
-
-
-def openai_model(card: dict[str, Any], window_tokens: int) -> dict[str, Any]:
-    """SGLang's card of a model, with the tokens of prompt and answer together."""
+def openai_model(card: dict[str, Any], window_tokens: int | None) -> dict[str, Any]:
+    """SGLang's card of a model, with the tokens of prompt and answer together if they are known."""
+    if window_tokens is None:
+        return card
     window = dict.fromkeys(
         ("max_model_len", "context_length", "context_window", "max_input_tokens"), window_tokens
     )
     return card | window | {"meta": {"n_ctx_train": window_tokens}}
 
 
-def anthropic_model(card: dict[str, Any], window_tokens: int) -> dict[str, Any]:
+def anthropic_model(card: dict[str, Any], window_tokens: int | None) -> dict[str, Any]:
     """The same in Anthropic's shape."""
     return {
         "type": "model",
@@ -75,6 +69,22 @@ def anthropic_model(card: dict[str, Any], window_tokens: int) -> dict[str, Any]:
         "max_input_tokens": window_tokens,
         "max_tokens": window_tokens,
     }
+
+
+def ollama_model(card: dict[str, Any]) -> dict[str, Any]:
+    """The same in Ollama's shape, which names no window."""
+    family = card["id"].rpartition("/")[2]
+    details = {"format": "sglang", "family": family, "parameter_size": "unknown"}
+    named = {"name": card["id"], "model": card["id"], "modified_at": _day(card.get("created"))}
+    return named | {"size": 0, "digest": "", "details": details}
+
+
+def page_limit(text: str | None) -> int | None:
+    """How many models a page of Anthropic's has; None if `text` is no number that is allowed."""
+    if text is None:
+        return _USUAL_PAGE
+    is_number = text.isascii() and text.isdigit()
+    return int(text) if is_number and 1 <= int(text[:5]) <= MOST_ON_A_PAGE else None
 
 
 def _day(created: Any) -> str:

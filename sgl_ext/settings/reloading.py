@@ -19,6 +19,7 @@ import msgspec
 
 from sgl_ext.settings.fields import fields_of
 from sgl_ext.settings.schema import (
+    Alias,
     BalancerSettings,
     DefaultHint,
     EngineSettings,
@@ -40,6 +41,7 @@ _FIELDS = {
 }
 _ROWS: Mapping[str, tuple[type[Any], Callable[[Any], str]]] = {
     "tenants": (Tenant, lambda row: f"tenants.{row.name}"),
+    "aliases": (Alias, lambda row: f"aliases.{row.name}"),
     "hints": (DefaultHint, lambda row: f"hints.{row.of}.{row.name}"),
 }
 _PARTS = ("engine", "balancer")  # of the launcher's settings

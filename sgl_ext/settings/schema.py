@@ -14,6 +14,7 @@ from typing import Annotated, Literal, NamedTuple, Self
 
 import msgspec
 from msgspec import Meta, Struct
+from msgspec.structs import replace
 
 from sgl_ext.limits.bounds import BUDGET_BODIES
 from sgl_ext.reading.cache_marks import TtlLimits
@@ -110,6 +111,16 @@ GroupName = Annotated[
     Meta(pattern=r"^[A-Za-z0-9._-]{0,64}\Z"),
     form("at most 64 letters, digits, '.', '_' and '-'", "GROUP"),
 ]
+ModelName = Annotated[
+    str,
+    Meta(pattern=r"^[^\x00-\x20*?\[\]]{1,256}\Z"),
+    form("a name without blanks and wildcards", "NAME"),
+]
+GpuList = Annotated[
+    str,
+    Meta(pattern=r"^([A-Za-z0-9._-]+(,[A-Za-z0-9._-]+)*)?\Z"),
+    form("numbers or ids of GPUs, as 0,1 or 0-3", "GPUS"),
+]
 RayAddress = Annotated[str, Meta(min_length=1), form("auto, or HOST:PORT", "ADDRESS")]
 FleetName = Annotated[
     str,
@@ -193,6 +204,52 @@ class DefaultHint(Struct, frozen=True):
         UnmarkedTtl | None,
         "Lease of prompts without a mark, and of marks without a TTL: guide/pins.md.",
     ] = None
+
+
+class Alias(Struct, frozen=True):
+    """Another name of a model or of an adapter: docs/guide/fleet.md.
+
+    name: as requests have it; with `*`, `?` or `[...]` it is a pattern.
+    """
+
+    name: str
+    model: Annotated[ModelName, "The model or LoRA adapter that answers."]
+
+
+class ServedModel(Struct, frozen=True):
+    """A model that a balancer knows, whether an engine serves it or not."""
+
+    name: str
+    fallback: str = ""
+
+
+class Model(Struct, frozen=True, kw_only=True):
+    """One of several models of a node: docs/guide/fleet.md."""
+
+    name: Annotated[
+        ModelName, ENGINES, "The name that requests have; that of the path if it is not given."
+    ]
+    path: Annotated[
+        Text | None,
+        ENGINES,
+        "A directory or a name; without one, its engines are started elsewhere.",
+    ] = None
+    instances: Annotated[Count, ENGINES, "Number of its engines."] = 1
+    tp: Annotated[Count, ENGINES, "GPUs of each engine, for tensor parallelism."] = 1
+    gpus: Annotated[
+        GpuList, ENGINES, "GPUs for its engines; without them, those that are left, in order."
+    ] = ""
+    fallback: Annotated[
+        ModelName | None,
+        "Model that answers while this one has no ready engine; without it, such requests wait or "
+        "are refused.",
+    ] = None
+    engine_args: tuple[str, ...] = ()
+
+    @property
+    def own_instances(self) -> int:
+        """How many engines the node starts for it."""
+        return 0 if self.path is None else self.instances
 
 
 class RequestSettings(Settings, frozen=True, kw_only=True):
@@ -354,6 +411,9 @@ class BalancerSettings(RequestSettings, frozen=True, kw_only=True):
         "Where more engines are listed, such as file:PATH; repeat. See guide/fleet.md.",
     ] = ()
     hints: tuple[DefaultHint, ...] = ()
+    aliases: tuple[Alias, ...] = ()
+    # The models of the node, which the launcher names itself.
+    served: tuple[ServedModel, ...] = ()
     workers: Annotated[tuple[WorkerUrl, ...], "An engine to send requests to; repeat."] = ()
     # The launcher's socket, which it names itself.
     launcher_socket: str | None = None
@@ -484,6 +544,9 @@ class LaunchSettings(Settings, frozen=True, kw_only=True):
     log_limit_bytes: Annotated[
         LogBytes, "Largest size of one process's log with its three predecessors."
     ] = 256 * MIB
+    models: tuple[Model, ...] = ()
+    # The name of the model in place of that of its path.
+    served_name: str = ""
     engine_args: tuple[str, ...] = ()
     engine: EngineSettings = EngineSettings()
     balancer: BalancerSettings = BalancerSettings()
@@ -491,5 +554,29 @@ class LaunchSettings(Settings, frozen=True, kw_only=True):
     @property
     def model_name(self) -> str:
         """The name clients use for the model: a local directory's own name, or the given name."""
-        path = Path(self.model_path)
-        return path.resolve().name if path.is_dir() else self.model_path
+        return self.served_name or name_of_path(self.model_path)
+
+    @property
+    def of_models(self) -> "tuple[LaunchSettings, ...]":
+        """The settings of the engines of each model: as if there were no other model."""
+        if not self.models:
+            return (self,)
+        return tuple(
+            replace(
+                self,
+                models=(),
+                model_path=model.path,
+                served_name=model.name,
+                instances=model.instances,
+                tp=model.tp,
+                engine_args=(*self.engine_args, *model.engine_args),
+            )
+            for model in self.models
+            if model.path is not None
+        )
+
+
+def name_of_path(model_path: str) -> str:
+    """The name of a model that has no other: a local directory's own, or the given one."""
+    path = Path(model_path)
+    return path.resolve().name if path.is_dir() else model_path

@@ -11,6 +11,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from difflib import get_close_matches
 from ipaddress import ip_address
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, NoReturn, TypeVar
 from urllib.parse import urlsplit
@@ -27,14 +28,18 @@ from sgl_ext.settings.fields import Field, fields_of
 from sgl_ext.settings.schema import (
     HINTED,
     LEAST_STORE_BYTES,
+    Alias,
     BalancerSettings,
     DefaultHint,
     EngineSettings,
     LaunchSettings,
+    Model,
     PickerSettings,
+    ServedModel,
     Settings,
     SettingsError,
     Tenant,
+    name_of_path,
 )
 from sgl_ext.settings.secrets import EngineSecret, is_reachable, read_api_key, read_store
 
@@ -54,9 +59,12 @@ TABLES: Mapping[str, Mapping[str, Field]] = {
     "picker": {n: field for n, field in fields_of(PickerSettings).items() if n not in _BALANCER},
     "tenants": {name: field for name, field in fields_of(Tenant).items() if name != "name"},
     "hints": {n: field for n, field in fields_of(DefaultHint).items() if n not in ("of", "name")},
+    "models": fields_of(Model),
+    "aliases": {},
     "engine": {},
 }
-"""The tables of the TOML file and their keys. `[engine]` has SGLang's flags as keys."""
+"""The tables of the TOML file and their keys. `[engine]` has SGLang's flags as keys, `[aliases]`
+names."""
 GROUPS: Mapping[str, Sequence[str]] = {
     "The model and its engines": (
         *("model_path", "instances", "tp", "platform", "engine_host", "start_timeout_s"),
@@ -129,20 +137,25 @@ def _launch_settings(
     config = flags.pop("config", None)
     file_args = given.read_file(None if config is None else settings_file(config))
     given.read_flags(flags, {**TABLES["launch"], **TABLES["balancer"]})
+    models = given.models
+    _take_models(given, config or "")
     if not needs_model:
         given.values.setdefault("model_path", "")
     if "model_path" not in given.values:
         where = (
             "a file with [launch] model-path"
             if config is None
-            else f"{config}: [launch] model-path"
+            else f"{config}: [launch] model-path, or a [[models]]"
         )
         raise SettingsError(f"model_path: missing; give --model-path PATH, or {where}")
     settings = LaunchSettings(
         **given.values_of(LaunchSettings),
         engine_args=(*file_args, *engine_args),
         engine=EngineSettings(**given.values_of(EngineSettings)),
-        balancer=BalancerSettings(**given.values_of(BalancerSettings)),
+        balancer=BalancerSettings(
+            **given.values_of(BalancerSettings),
+            served=served_of(models),
+        ),
     )
     check_launch(settings, given.names)
     return settings, given.names
@@ -175,8 +188,15 @@ def _read(
     flags, given = vars(parser.parse_args(argv)), _Given()
     given.read_file(flags.pop("config", None))
     given.read_flags(flags, fields)
-    base = cls.from_environment()
-    return structs.replace(base, **given.values_of(cls)), given.names
+    base, values = cls.from_environment(), given.values_of(cls)
+    if given.models:
+        values["served"] = served_of(given.models)
+    return structs.replace(base, **values), given.names
+
+
+def served_of(models: Sequence[Model]) -> tuple[ServedModel, ...]:
+    """What a balancer needs to know of a node's models."""
+    return tuple(ServedModel(model.name, model.fallback or "") for model in models)
 
 
 def launch_flags() -> list[str]:
@@ -205,6 +225,7 @@ class _Given:
         self.names: dict[str, str] = {}
         self._tenants: dict[str, dict[str, Any]] = {}
         self._hints: list[DefaultHint] = []
+        self.models: list[Model] = []
 
     def values_of(self, cls: type[Settings]) -> dict[str, Any]:
         """The values of a class's fields, as keyword arguments."""
@@ -226,6 +247,9 @@ class _Given:
         for name, table in document.items():
             if name not in TABLES:
                 raise SettingsError(f"{path}: [{name}]: unknown table{_nearest(name, TABLES)}")
+            if name == "models":
+                self._add_models(table, f"{path}: ")
+                continue
             _require_table(table, f"{path}: {name}")
             if name == "tenants":
                 for tenant, limits in table.items():
@@ -233,6 +257,8 @@ class _Given:
                     self._add_tenant(tenant, limits, f"{path}: ")
             elif name == "hints":
                 self._add_hints(table, f"{path}: ")
+            elif name == "aliases":
+                self._add_aliases(table, f"{path}: ")
             elif name != "engine":
                 self.values |= self._converted(table, TABLES[name], f"{path}: [{name}] ")
         engine = dict(document.get("engine", {}))
@@ -286,8 +312,45 @@ class _Given:
                 self.names[f"hints.{of}.{name}.ttl_s"] = f"{called}ttl-s"
                 self._hints.append(DefaultHint(of, name, **values))
 
+    def _add_models(self, tables: object, where: str) -> None:
+        if not isinstance(tables, list):
+            raise SettingsError(f"{where}[models]: must be a list of tables, [[models]]")
+        for number, table in enumerate(tables, 1):
+            called = f"{where}[[models]] number {number} "
+            _require_table(table, called.strip())
+            engine, gpus = table.pop("engine", {}), table.get("gpus")
+            if isinstance(gpus, int) and not isinstance(gpus, bool):
+                gpus = [gpus]
+            if isinstance(gpus, list):
+                table["gpus"] = ",".join(map(str, gpus))
+            _require_table(engine, f"{called}engine")
+            values = self._converted(table, TABLES["models"], called, keeps_names=False)
+            if "name" not in values and "path" in values:
+                name = name_of_path(values["path"])
+                values["name"] = TABLES["models"]["name"].convert(name, f"{called}name")
+            if "name" not in values:
+                raise SettingsError(f"{called}name: missing; give a name, or a path")
+            model = Model(**values, engine_args=tuple(_as_flags(engine)))
+            if any(model.name == one.name for one in self.models):
+                raise SettingsError(f"{called}name={model.name!r}: another model has this name")
+            self.models.append(model)
+
+    def _add_aliases(self, table: Mapping[str, Any], where: str) -> None:
+        rows = []
+        for name, model in table.items():
+            called = f"{where}[aliases] {name}"
+            self.names[f"aliases.{name}"] = called
+            rows.append(Alias(name, fields_of(Alias)["model"].convert(model, called)))
+        self.values["aliases"] = tuple(rows)
+
     def _converted(
-        self, table: Mapping[str, Any], fields: Mapping[str, Field], where: str, **how: bool
+        self,
+        table: Mapping[str, Any],
+        fields: Mapping[str, Field],
+        where: str,
+        *,
+        keeps_names: bool = True,
+        **how: bool,
     ) -> dict[str, Any]:
         converted = {}
         for key, value in table.items():
@@ -297,10 +360,33 @@ class _Given:
                 hint = next(others, _nearest(name, fields))
                 raise SettingsError(f"{where}{key}: unknown key{hint}")
             # A tenant's limit has the name of one of the node's.
-            if fields is not TABLES["tenants"]:
+            if fields is not TABLES["tenants"] and keeps_names:
                 self.names[name] = where + key
             converted[name] = fields[name].convert(value, where + key, **how)
         return converted
+
+
+def _take_models(given: _Given, config: str) -> None:
+    """Makes settings of a node of what [[models]] says. Raises SettingsError for a setting that
+    each model has for itself."""
+    if not given.models:
+        return
+    for name in ("model_path", "instances", "tp"):
+        if name in given.values:
+            called, value = given.names.get(name, name), given.values[name]
+            where = f"{config}: [[models]] has it for each model"
+            raise SettingsError(f"{called}={value!r}: {where}; leave one of them out")
+    started = [model for model in given.models if model.path is not None]
+    if not started:
+        raise SettingsError(f"{config}: [[models]] path: missing; one model at least needs engines")
+    given.values["models"] = tuple(given.models)
+    given.values["model_path"] = started[0].path
+    given.values["instances"] = sum(model.own_instances for model in given.models)
+    for number, model in enumerate(given.models, 1):
+        for key in ("fallback", "gpus", "path"):
+            given.names[f"models.{model.name}.{key}"] = (
+                f"{config}: [[models]] number {number} {key}"
+            )
 
 
 class _Parser(Arguments):
@@ -462,7 +548,10 @@ def _launch_problems(settings: LaunchSettings) -> Iterator[_Problem]:
     for name, path in (("warmup_requests", engine.warmup_requests), ("shared_prefixes", shared)):
         if path and (problem := _request_file_problem(path)):
             yield name, path, problem
-    flags = {flag.partition("=")[0] for flag in settings.engine_args}
+    yield from _model_problems(settings)
+    flags = {f.partition("=")[0] for one in settings.of_models for f in one.engine_args}
+    if settings.models and "--served-model-name" in flags:
+        yield "[engine]", ["--served-model-name"], "[[models]] names each model"
     if "--use-ray" in flags:
         yield "[engine]", ["--use-ray"], USE_RAY
     if taken := {"--host", "--port", "--model-path"} & flags:
@@ -479,6 +568,69 @@ def _launch_problems(settings: LaunchSettings) -> Iterator[_Problem]:
     elif is_reachable(host) and settings.balancer.engine_secret is None:
         reason = "other machines can reach it, so it needs engine_secret: docs/guide/fleet.md"
         yield "engine_host", host, reason
+
+
+def _model_problems(settings: LaunchSettings) -> Iterator[_Problem]:
+    """What is wrong with models, adapters and aliases, by the name of the model or the alias."""
+    models = {model.name: model for model in settings.models}
+    taken: dict[str, str] = {}
+    for name, model in models.items():
+        if model.fallback is not None and (model.fallback not in models or model.fallback == name):
+            others = ", ".join(one for one in models if one != name) or "no other model"
+            yield f"models.{name}.fallback", model.fallback, f"must be one of {others}"
+        for gpu in gpu_names(model.gpus):
+            if gpu in taken:
+                yield f"models.{name}.gpus", model.gpus, f"{taken[gpu]} has GPU {gpu}, too"
+            taken[gpu] = name
+        if model.path is None and (model.gpus or model.engine_args):
+            yield (
+                f"models.{name}.path",
+                None,
+                "missing: gpus and engine are of engines of this node",
+            )
+    if settings.models and settings.ray_address is not None:
+        yield "ray_address", settings.ray_address, "engines on Ray have one model: no [[models]]"
+    known = {*(models or {one.model_name for one in settings.of_models})}
+    for one in settings.of_models:
+        known |= {*adapters_in(one.engine_args)} | {served_by_flag(one.engine_args)} - {""}
+    for alias in settings.balancer.aliases:
+        # Engines from elsewhere may serve it.
+        if alias.model not in known and not settings.balancer.workers_from:
+            there = ", ".join(sorted(known))
+            yield f"aliases.{alias.name}", alias.model, f"no such model; there are {there}"
+        if alias.name in models:
+            yield f"aliases.{alias.name}", alias.model, "a model has this name"
+
+
+def gpu_names(text: str) -> list[str]:
+    """The GPUs in a list such as `0,2-3`; ids that are no numbers stay as they are."""
+    found: list[str] = []
+    for part in filter(None, text.split(",")):
+        first, dash, last = part.partition("-")
+        if dash and first.isdecimal() and last.isdecimal():
+            found += map(str, range(int(first), int(last) + 1))
+        else:
+            found.append(part)
+    return found
+
+
+def adapters_in(engine_args: Sequence[str]) -> list[str]:
+    """The names of the LoRA adapters that SGLang's flags load, as far as they state them."""
+    words, found = iter(engine_args), list[str]()
+    reads = False
+    for word in words:
+        flag, equals, value = word.partition("=") if word.startswith("--") else ("", "", word)
+        reads = flag == "--lora-paths" if flag else reads
+        if reads and (not flag or equals) and "=" in value:
+            found.append(value.partition("=")[0])
+    return found
+
+
+def served_by_flag(engine_args: Sequence[str]) -> str:
+    """The name that SGLang's own flag gives a model; "" without it."""
+    words = [word for arg in engine_args for word in arg.split("=", 1)]
+    given = [value for flag, value in pairwise(words) if flag == "--served-model-name"]
+    return given[-1] if given else ""
 
 
 def _request_file_problem(path: str) -> str:

@@ -38,6 +38,8 @@ RANK_HEADER = "x-sgl-ext-rank"
 BOOTSTRAP_HEADER = "x-sgl-ext-bootstrap"
 # The operator's default hints for the request, as JSON.
 DEFAULTS_HEADER = "x-sgl-ext-default-hints"
+# What a client is told that another model answers than the one it named: that model's name.
+MODEL_HEADER = "x-sgl-ext-model"
 # Proves to an engine that a request is from its balancer.
 SECRET_HEADER = "x-sgl-ext-engine-secret"
 # What an engine answers in it to a request that does not prove that.

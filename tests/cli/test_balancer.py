@@ -30,7 +30,7 @@ async def answer(request: web.Request) -> web.StreamResponse:
 
 @pytest.fixture
 async def engines() -> list[Engine]:
-    return [Engine("a", answer), Engine("b", answer)]
+    return [Engine("a", answer, "tiny"), Engine("b", answer, "tiny")]
 
 
 @pytest.fixture

@@ -22,6 +22,7 @@ from prometheus_client import CONTENT_TYPE_PLAIN_0_0_4
 
 from sgl_ext.balancer.admin import conversation_routes
 from sgl_ext.balancer.admin.engine_metrics import EngineMetrics
+from sgl_ext.balancer.admin.model_routes import MODEL_ROUTES
 from sgl_ext.balancer.admin.operations import OPERATION_ROUTES, SERVICES, json_response, to_all
 from sgl_ext.balancer.admin.state import STATE_ROUTES, STATES, States
 from sgl_ext.balancer.http.upstream import ConnectionPool, UpstreamConnection
@@ -61,6 +62,7 @@ def make_app(services: Services, interval_s: float = 1.0) -> web.Application:
             web.route("GET", "/metrics", show_metrics),
             web.route("GET", "/metrics/engines", engine_metrics.show),
             *OPERATION_ROUTES,
+            *MODEL_ROUTES,
             *STATE_ROUTES,
             *PAGE_ROUTES,
             *conversation_routes.ROUTES,

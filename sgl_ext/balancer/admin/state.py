@@ -91,6 +91,7 @@ def document(
             _engine(worker, started.get(worker.url, {}), _hit_rate(worker, parts))
             for worker in workers.all
         ],
+        "models": _models(services, parts),
         "queue": _queue(parts),
         "recent": activity["history"].pop("recent"),
         "history": activity["history"],
@@ -123,6 +124,7 @@ def _engine(worker: Worker, child: Mapping[str, Any], hit_rate: float | None) ->
     return {
         "id": worker.id,
         "url": worker.url,
+        "model": worker.model or None,
         "state": state,
         "fault": worker.fault or None,
         "note": _note(worker) or None if state == "ready" else None,
@@ -163,6 +165,15 @@ def _hit_rate(worker: Worker, parts: Iterable[Mapping[str, Any]]) -> float | Non
     counts = [each["cached"].get(worker.id, (0, 0)) for each in parts]
     cached, prompt = map(sum, zip(*counts, strict=True))
     return round(cached / prompt, 4) if prompt else None
+
+
+def _models(services: Services, parts: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """Each model, with what waits for it in all processes."""
+    rows = services.models.rows()
+    for row in rows:
+        waiting = (each["queue"].get("by_model", {}).get(row["name"], 0) for each in parts)
+        row["waiting"] = sum(waiting)
+    return rows
 
 
 def _queue(parts: Iterable[Mapping[str, Any]]) -> dict[str, Any]:

@@ -71,6 +71,7 @@ from sgl_ext.balancer.reporting.request_log import (
 )
 from sgl_ext.balancer.reporting.spans import RequestSpans
 from sgl_ext.balancer.routing.admission import fingerprint_of
+from sgl_ext.balancer.routing.models import ModelPool
 from sgl_ext.balancer.routing.routing_request import NO_ROUTING
 from sgl_ext.balancer.routing.worker import Attempt, Worker
 from sgl_ext.limits.bounds import LARGE_BODY_BYTES
@@ -84,7 +85,14 @@ from sgl_ext.protocols.errors import (
 )
 from sgl_ext.protocols.request_ids import id_line, lines_of_new, new_request_id, new_trace_id
 from sgl_ext.reading.usage import Usage, read_items, read_usage
-from sgl_ext.wire.headers import REFUSED_LINE, bootstrap_line, queued_lines, retry_line
+from sgl_ext.wire.headers import (
+    MODEL_HEADER,
+    REFUSED_LINE,
+    bootstrap_line,
+    header_line,
+    queued_lines,
+    retry_line,
+)
 
 # The last events of OpenAI's and of Anthropic's streams, which carry no content.
 _DONE = b"data: [DONE]\n\n"
@@ -357,6 +365,7 @@ class Exchange:
     _is_sent = False  # in this attempt
     _is_answered = False  # the whole response to this attempt has arrived
     _wait_reason = ""
+    _is_listed = False  # the control plane answers what an engine could
     _has_fallback = False  # another model's engines answer than those of its own
     _queued_s = 0.0
     _prefix_s = 0.0  # of these it waited for a prefix
@@ -430,10 +439,14 @@ class Exchange:
                 if plan.runs and self._finds_copy():
                     return  # an earlier copy of the request answers
                 preparation = prepare(services, self._request, plan, reading, self._turns)
+            elif head.route is not None:
+                self._is_listed = services.models.lists(head.path)
             self._preparation = preparation = self._way.check(preparation)
             self.routing = routing = preparation.routing
             if preparation.pool is not None:
                 self._model = preparation.pool
+                if preparation.falls_back:
+                    self._falls_back(preparation.pool)
             # A scheduler runs it, so that it could end one.
             self._is_run = routing.runs or routing.warms
 
@@ -446,12 +459,13 @@ class Exchange:
             if path := preparation.context_path:
                 names_stored = bool(preparation.saved_bytes)
                 making = make_context(services, self._request, path, names_stored=names_stored)
-                self._answer_lines = await self._done(making)
+                self._answer_lines += await self._done(making)
 
             # Place it and send it, until a worker answers. Callbacks relay what streams.
             while True:
                 try:
-                    attempt = None if head.route is None else await self._place()
+                    is_ours = head.route is None or self._is_listed
+                    attempt = None if is_ours else await self._place()
                     self._connect(attempt)
                     while (connection := self._connection) is None:
                         await self._news()
@@ -681,9 +695,14 @@ class Exchange:
         if other is None:
             self._break(self._rejection(error))
             return
-        self._model, self._has_fallback = other, True
+        self._falls_back(other)
         if not other.queue.place(self):
             self._wait_reason = "capacity"
+
+    def _falls_back(self, model: ModelPool) -> None:
+        """Another model answers than the one that the request means. Its client learns that."""
+        self._model, self._has_fallback = model, True
+        self._answer_lines += header_line(MODEL_HEADER, model.name.encode("ascii", "replace"))
 
     def _rejection(self, error: BalancerError) -> BalancerError:
         if not self._lost:
@@ -763,7 +782,7 @@ class Exchange:
         if self._way.is_final:
             self._lost = max(self._lost, 1)
             raise self._rejection(no_engine())
-        if self._head.route is None:
+        if self._head.route is None or self._is_listed:
             raise internal_error()
         if self._lost >= MAX_LOST or (self._lost and self._model.trials.refuses(self)):
             message = f"Engines failed {self._lost} times before they answered this request."

@@ -46,7 +46,7 @@ class Preparation(msgspec.Struct, frozen=True):
     context_path: the path of its protocol if it asks for a context of what its marks cover.
     turn: what the doctor and cache diagnostics learn of it; None if neither needs to.
     beat: as of its reading.
-    pool: of the model that answers; None for any.
+    pool: of the model that answers; None for any. falls_back: it is not the one that is meant.
     """
 
     routing: RoutingRequest
@@ -63,6 +63,7 @@ class Preparation(msgspec.Struct, frozen=True):
     turn: CacheTurn | None = None
     beat: bytes = b""
     pool: ModelPool | None = None
+    falls_back: bool = False
 
 
 _CONTEXT = HEADER.encode()
@@ -130,7 +131,8 @@ def prepare(
     if plan.runs and (stated := stated_session(plan.hints, stripped.body)):
         tenant, hashes = plan.hints.get(TENANT_HEADER, ""), services.router.hashes_sessions
         session = shown_name(stated, tenant, hashes=hashes)
-    pool = services.models.choose(reading.model)
+    meant = services.models.named(reading.model)
+    pool = services.models.serving(meant)
     facts = head.facts
     if stripped.fields or session:
         facts = with_body(facts, stripped.fields, session)
@@ -176,6 +178,7 @@ def prepare(
         turn=turn,
         beat=reading.beat,
         pool=pool,
+        falls_back=pool is not meant,
     )
 
 

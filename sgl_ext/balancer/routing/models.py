@@ -32,7 +32,7 @@ from sgl_ext.balancer.routing.standby_prefill import StandbyPrefill
 from sgl_ext.balancer.routing.worker import Worker
 from sgl_ext.balancer.routing.workers import Workers, WorkerSet
 from sgl_ext.protocols.errors import BalancerError
-from sgl_ext.protocols.models import StatedModel
+from sgl_ext.protocols.models import PATH, TAGS_PATH, StatedModel
 
 log = logging.getLogger(__name__)
 
@@ -133,7 +133,26 @@ class Models(Collector):
     def _is_known(self, pool: ModelPool) -> bool:
         return bool(pool.name) and (pool.name in self.names or pool.is_listed)
 
+    @property
+    def exact_aliases(self) -> list[str]:
+        """The aliases that are no patterns."""
+        return [name for name in self.aliases if not _is_pattern(name)]
+
+    def lists(self, path: str) -> bool:
+        """Whether this balancer answers a request to this path itself: it asks for names, and there
+        are some that no engine knows."""
+        if path != TAGS_PATH and not path.startswith(PATH):
+            return False
+        return bool(self.aliases) or len(self.listed) > 1
+
     # Which model a request goes to.
+
+    def named(self, name: object) -> ModelPool:
+        """The model that a request means by this name. Raises BalancerError as `choose`."""
+        pool = self.find(name)
+        if pool is None:
+            raise self._unknown(name)
+        return pool
 
     def find(self, name: object) -> ModelPool | None:
         """The model that a request means by this name; None if there is none."""
@@ -174,15 +193,17 @@ class Models(Collector):
     def choose(self, name: object) -> ModelPool:
         """The model whose engines answer a request now. Raises BalancerError 404 for a name that
         means none, and 400 for none where one is needed."""
-        pool = self.find(name)
-        if pool is None:
-            raise self._unknown(name)
-        if pool.fallback and not pool.router.any_available():
-            other = self._exact(pool.fallback)
-            if other is not None and other.router.any_available():
-                self._count_fallback(pool, other)
-                return other
-        return pool
+        return self.serving(self.named(name))
+
+    def serving(self, pool: ModelPool) -> ModelPool:
+        """The model itself, or its fallback while only that has a ready engine."""
+        if not pool.fallback or pool.router.any_available():
+            return pool
+        other = self._exact(pool.fallback)
+        if other is None or not other.router.any_available():
+            return pool
+        self._count_fallback(pool, other)
+        return other
 
     def instead_of(self, pool: ModelPool) -> ModelPool | None:
         """The model that takes a request for which the other has no engine any more; None if it is
@@ -356,3 +377,7 @@ class Models(Collector):
         for worker in self.workers.all:
             served.add_metric([worker.id, worker.model], 1)
         return [engines, queued, served]
+
+
+def _is_pattern(name: str) -> bool:
+    return not {*"*?["}.isdisjoint(name)

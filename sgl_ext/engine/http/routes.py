@@ -80,9 +80,11 @@ from sgl_ext.pin_mirror import PATH as PINS
 from sgl_ext.pin_mirror import PinMirror
 from sgl_ext.protocols.models import (
     ANTHROPIC_HEADER,
+    MOST_ON_A_PAGE,
     anthropic_model,
     anthropic_page,
     openai_model,
+    page_limit,
 )
 from sgl_ext.protocols.models import PATH as MODELS
 from sgl_ext.protocols.responses import COUNT_RESPONSE, RESPONSES
@@ -167,8 +169,6 @@ def _wait_s(text: str | None) -> float | None:
     return wait_s if 0 <= wait_s <= LIMIT_S else None
 
 
-# Anthropic's default and highest number of models on a page.
-_PAGE, _MOST = 20, 1000
 # When the engine was started: SGLang says the time of the request.
 _CREATED = {"created": int(time.time())}
 
@@ -185,15 +185,15 @@ async def _list(request: Request) -> Response:
     if not _is_anthropic(request):
         return JSONResponse({"object": "list", "data": await _models(openai_model)})
     query = request.query_params
-    limit = query.get("limit", str(_PAGE))
-    if not (limit.isascii() and limit.isdigit() and 1 <= int(limit[:5]) <= _MOST):
-        message = f"limit: must be a number from 1 to {_MOST}"
+    limit = page_limit(query.get("limit"))
+    if limit is None:
+        message = f"limit: must be a number from 1 to {MOST_ON_A_PAGE}"
         return _engine_error(EngineError(400, message, "limit"))
     page = anthropic_page(
         await _models(anthropic_model),
         after_id=query.get("after_id"),
         before_id=query.get("before_id"),
-        limit=int(limit),
+        limit=limit,
     )
     return JSONResponse(page)
 

@@ -1,0 +1,143 @@
+"""Several models behind one address: scripted engines that state different ones."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import pytest
+from aiohttp import ClientSession, web
+
+from sgl_ext.settings.schema import Alias, ServedModel
+from tests.balancer.admin.test_state import repeated
+from tests.balancer.conftest import Engine, Start
+from tests.balancer.wire import until
+
+MESSAGES, CHAT = "/v1/messages", "/v1/chat/completions"
+ALIASES = (Alias("claude-haiku-*", "small"), Alias("fast", "small"), Alias("*", "large"))
+TWO = (ServedModel("large"), ServedModel("small"))
+
+
+async def engine_of(client: ClientSession, model: object, path: str = MESSAGES) -> Any:
+    """The engine that answers, or the status and the error."""
+    body = {"messages": [{"role": "user", "content": "Hello"}]}
+    if model is not None:
+        body["model"] = model  # type: ignore[assignment]
+    async with client.post(path, json=body) as answer:
+        document = await answer.json()
+        return document["engine"] if answer.status == 200 else (answer.status, document["error"])
+
+
+async def test_requests_go_to_the_engines_of_the_model_that_they_name(start: Start) -> None:
+    client = await start(Engine("a", model="large"), Engine("b", model="small"))
+    for path in (MESSAGES, CHAT, "/v1/completions", "/v1/responses", "/v1/messages/count_tokens"):
+        found = [await engine_of(client, name, path) for name in ("large", "small", "small")]
+        assert found == ["a", "b", "b"], path
+    assert await engine_of(client, "claude-opus-5") == "a"  # as with one model
+
+
+async def test_aliases_and_patterns_choose_the_model(start: Start) -> None:
+    engines = Engine("a", model="large"), Engine("b", model="small")
+    client = await start(*engines, aliases=ALIASES)
+    names = "claude-haiku-4-5", "fast", "claude-opus-5", None, "small"
+    assert [await engine_of(client, name) for name in names] == ["b", "b", "a", "a", "b"]
+
+
+async def test_an_unknown_name_is_an_error_of_its_protocol(start: Start) -> None:
+    client = await start(Engine("a", model="large"), Engine("b", model="small"), served=TWO)
+    status, error = await engine_of(client, "gpt-5")
+    assert (status, error["type"]) == (404, "not_found_error")
+    assert error["message"] == "The model 'gpt-5' does not exist. There are: large, small"
+    status, error = await engine_of(client, "gpt-5", CHAT)
+    assert (status, error["code"], error["param"]) == (404, "model_not_found", "model")
+    status, error = await engine_of(client, None, CHAT)
+    assert (status, error["param"]) == (400, "model")
+
+
+async def test_all_models_are_listed_with_their_windows(start: Start) -> None:
+    engines = Engine("a", model="large"), Engine("b", model="small")
+    client = await start(*engines, aliases=ALIASES)
+    listed = (await (await client.get("/v1/models")).json())["data"]
+    assert [(one["id"], one["context_length"]) for one in listed] == [
+        *(("large", 1000), ("small", 1000), ("fast", 1000))
+    ]
+    headers = {"anthropic-version": "2023-06-01"}
+    async with client.get("/v1/models?limit=2", headers=headers) as answer:
+        page = await answer.json()
+    assert [one["id"] for one in page["data"]] == ["large", "small"]
+    assert (page["has_more"], page["data"][0]["max_input_tokens"]) == (True, 1000)
+    async with client.get("/v1/models/claude-haiku-4-5", headers=headers) as answer:
+        one = await answer.json()
+    assert (one["id"], one["type"], one["max_input_tokens"]) == ("claude-haiku-4-5", "model", 1000)
+    tags = await (await client.get("/api/tags")).json()
+    assert [one["model"] for one in tags["models"]] == ["large", "small", "fast"]
+
+
+async def test_one_model_without_aliases_is_listed_by_its_engine(start: Start) -> None:
+    client = await start(Engine("a", model="large"))
+    assert await (await client.get("/v1/models")).json() == {"engine": "a"}
+
+
+async def test_an_unknown_model_is_not_shown(start: Start) -> None:
+    client = await start(Engine("a", model="large"), Engine("b", model="small"), served=TWO)
+    async with client.get("/v1/models/gpt-5") as answer:
+        assert answer.status == 404
+        assert (await answer.json())["error"]["code"] == "model_not_found"
+
+
+async def test_an_engine_of_another_model_that_is_added_makes_its_pool(start: Start) -> None:
+    other = Engine("b", model="small")
+    client = await start(Engine("a", model="large"))
+    outer = await start(other)  # it serves, and is not known to the first balancer
+    assert await engine_of(client, "small") == "a"
+    await client.post("/sgl_ext/workers", json={"url": other.url})
+    assert await engine_of(client, "small") == "b"
+    state = await (await client.get("/sgl_ext/state")).json()
+    assert [one["name"] for one in state["models"]] == ["large", "small"]
+    assert {one["model"] for one in state["engines"]} == {"large", "small"}
+    await outer.close()
+
+
+async def test_a_full_queue_of_one_model_holds_up_no_other(start: Start) -> None:
+    gate = asyncio.Event()
+
+    async def answer(request: web.Request) -> web.Response:
+        await gate.wait()
+        return web.json_response({"engine": "a"})
+
+    engines = Engine("a", answer, "large"), Engine("b", model="small")
+    client = await start(*engines, max_in_flight=1, queue_limit=1)
+    first = asyncio.create_task(engine_of(client, "large"))
+    await until(lambda: engines[0].seen)
+    waiting = asyncio.create_task(engine_of(client, "large"))
+    waits = 'sgl_ext_model_queued_requests{model="large"} 1.0'
+    await repeated(lambda: metrics(client), lambda page: waits in page)
+    status, _ = await engine_of(client, "large")
+    assert status in (503, 529)
+    assert await engine_of(client, "small") == "b"
+    gate.set()
+    assert (await first, await waiting) == ("a", "a")
+
+
+async def metrics(client: ClientSession) -> str:
+    return await (await client.get("/metrics")).text()
+
+
+@pytest.mark.parametrize("fallback", ["small", ""])
+async def test_a_fallback_answers_for_a_model_without_an_engine(
+    fallback: str, start: Start
+) -> None:
+    served = (ServedModel("large", fallback), ServedModel("small"))
+    client = await start(Engine("b", model="small"), served=served)
+    body = {"model": "large", "messages": [{"role": "user", "content": "Hello"}]}
+    async with client.post(MESSAGES, json=body) as answer:
+        if fallback:
+            assert (answer.status, answer.headers["x-sgl-ext-model"]) == (200, "small")
+        else:
+            assert answer.status in (503, 529)
+    count = 'sgl_ext_model_fallbacks_total{fallback="small",model="large"} 1.0'
+    assert (count in await metrics(client)) == bool(fallback)
+    assert (
+        "x-sgl-ext-model"
+        not in (await client.post(MESSAGES, json={**body, "model": "small"})).headers
+    )
