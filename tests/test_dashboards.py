@@ -17,6 +17,7 @@ from sgl_ext_cpu.node import Node
 from tests.exported import declared, sglang_source
 from tests.promql import Known, labels_of, names_in
 from tests.test_alerts import rules
+from tests.waiting import HANG_S
 
 FOLDER = Path(__file__).parents[1] / "launch" / "grafana"
 DASHBOARDS = {path.stem: json.loads(path.read_text()) for path in FOLDER.glob("*.json")}
@@ -139,7 +140,7 @@ def test_a_running_node_exports_what_queries_and_alerts_name(node: Node) -> None
     }
     assert node.post("/v1/messages", body).status_code == 200
     paths = ("/metrics", "/metrics/engines")
-    pages = [requests.get(node.url + path, timeout=30).text for path in paths]
+    pages = [requests.get(node.url + path, timeout=HANG_S).text for path in paths]
     shown: dict[str, set[str]] = {}
     families = set()
     for page in pages:

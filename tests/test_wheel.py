@@ -18,6 +18,7 @@ import torch
 from sgl_ext_cpu.node import ROOT, free_port, running_process
 
 from sgl_ext.process import ENGINE_FOLDERS, remove_stale
+from tests.waiting import HANG_S
 
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 CPU = ROOT / "launch/cpu"
@@ -139,7 +140,7 @@ def test_an_installed_wheel_serves_away_from_any_checkout(
         end_signal=signal.SIGTERM,
     ) as launcher:
         body = {"model": "m", "max_tokens": 2, "messages": [{"role": "user", "content": "Count."}]}
-        answer = requests.post(f"{url}/v1/messages", json=body, timeout=60)
+        answer = requests.post(f"{url}/v1/messages", json=body, timeout=HANG_S)
         assert answer.ok
         for verb in ("status", "doctor"):
             said = called("-m", "sgl_ext", verb, "--url", url)

@@ -14,7 +14,7 @@ from aiohttp.test_utils import TestServer
 
 from sgl_ext.balancer.server import Balancer
 from sgl_ext.settings.schema import BalancerSettings
-from tests.balancer.wire import Raw, Wire, connected, running
+from tests.balancer.wire import AT_ONCE, Raw, Wire, connected, running
 
 
 def pytest_asyncio_loop_factories() -> dict[str, Callable[[], uvloop.Loop]]:
@@ -115,7 +115,7 @@ async def start() -> AsyncIterator[Start]:
                 engine.server = server = TestServer(app, handler_cancellation=True)
                 await stack.enter_async_context(server)
                 urls.append(engine.url)
-            settings = {"workers": tuple(urls), "port": 0, "drain_s": 0, "drain_min_s": 0, **config}
+            settings = {"workers": tuple(urls), "port": 0, **AT_ONCE, **config}
             balancer = Balancer(BalancerSettings(**settings), interval_s=interval_s)
             await balancer.start()
             stack.push_async_callback(balancer.stop)

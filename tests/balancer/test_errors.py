@@ -15,6 +15,7 @@ from sgl_ext.balancer.relay.services import error_response
 from sgl_ext.protocols.errors import BalancerError
 from sgl_ext.protocols.request_ids import new_request_id
 from tests.balancer.conftest import Engine, Start
+from tests.waiting import HANG_S
 
 JSON = {"content-type": "application/json"}
 PATHS = ["/v1/messages", "/v1/chat/completions", "/v1/responses", "/generate"]
@@ -281,6 +282,6 @@ def test_forked_processes_give_different_ids() -> None:
     child = multiprocessing.get_context("fork").Process(target=lambda: ours.put(new_request_id()))
     with warnings.catch_warnings(action="ignore"):  # of forking beside threads
         child.start()
-    theirs = ours.get(timeout=60)
+    theirs = ours.get(timeout=HANG_S)
     child.join()
     assert mine[:20] != theirs[:20]

@@ -580,17 +580,19 @@ async def test_usage_is_read_when_the_end_of_a_stream_arrives_alone(start: Start
     async def answer(request: web.Request) -> web.StreamResponse:
         stream = web.StreamResponse(headers={"content-type": "text/event-stream"})
         await stream.prepare(request)
-        await stream.write(b'data: {"choices": []}\n\n')
-        await asyncio.sleep(0.05)
-        await stream.write(b'data: {"usage": {"cached_tokens": 7}}\n\n')
-        await asyncio.sleep(0.05)
-        await stream.write(b"data: [DONE]\n\n")
+        for event in (b'{"choices": []}', b'{"usage": {"cached_tokens": 7}}', b"[DONE]"):
+            await stream.write(b"data: %b\n\n" % event)
+            await arrived.get()
         return stream
 
+    arrived: asyncio.Queue[bytes] = asyncio.Queue()
     engine = Engine("a", answer)
     client = await start(engine)
     async with client.post(CHAT, json=body("Hello")) as answered:
-        assert (await answered.read()).endswith(b"data: [DONE]\n\n")
+        async for line in answered.content:
+            if line != b"\n":
+                await arrived.put(line)
+    assert line == b"\n"
     page = await (await client.get("/metrics")).text()
     assert f'sgl_ext_reported_cached_tokens_total{{worker="{engine.url}"}} 7.0' in page
 

@@ -49,6 +49,10 @@ async def until(condition: Callable[[], object]) -> None:
             await asyncio.sleep(0)
 
 
+AT_ONCE = {"drain_s": 0, "drain_min_s": 0, "resend_s": 0.0}
+"""Settings of a balancer that waits for no client, neither at its end nor to send again."""
+
+
 class Wire:
     """A client's bare connection: what it writes is what is sent."""
 
@@ -141,7 +145,7 @@ async def running(*workers: Raw, interval_s: float = 0.1, **config: Any) -> Asyn
             stack.callback(server.close)
             worker.url = f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"
         urls = tuple(worker.url for worker in workers)
-        settings = {"workers": urls, "port": 0, "drain_s": 0, "drain_min_s": 0, **config}
+        settings = {"workers": urls, "port": 0, **AT_ONCE, **config}
         balancer = Balancer(BalancerSettings(**settings), interval_s=interval_s)
         await balancer.start()
         stack.push_async_callback(balancer.stop)

@@ -19,6 +19,7 @@ from sgl_ext import keys
 from tests.answers import answers_are_the_sdks, looked_at_answers
 from tests.clients import scripts
 from tests.clients.install import installed
+from tests.waiting import HANG_S
 
 __all__ = ["answers_are_the_sdks", "looked_at_answers"]
 
@@ -124,7 +125,7 @@ def scripted_model(scripted: Node, api_keys: dict[str, str]) -> str:
 
 def _served_model(node: Node, key: str = "any") -> str:
     headers = {"x-api-key": key}
-    models = requests.get(f"{node.url}/v1/models", headers=headers, timeout=30).json()["data"]
+    models = requests.get(f"{node.url}/v1/models", headers=headers, timeout=HANG_S).json()["data"]
     return str(models[0]["id"])
 
 

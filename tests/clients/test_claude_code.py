@@ -16,6 +16,7 @@ from sgl_ext_cpu.node import Node
 
 from tests.clients import table
 from tests.clients.agents import Project, Turn, prompt_tokens, read_tokens
+from tests.waiting import HANG_S
 
 pytestmark = pytest.mark.installs
 
@@ -75,7 +76,7 @@ def test_the_header_is_stripped_and_one_engine_gets_both_sessions(sessions: Sess
 
 
 def test_the_balancer_knows_the_client(sessions: Sessions, node: Node) -> None:
-    found = requests.get(f"{node.url}/sgl_ext/state", timeout=30).json()["sessions"]
+    found = requests.get(f"{node.url}/sgl_ext/state", timeout=HANG_S).json()["sessions"]
     mine = [each for each in found if each["harness"] == "claude-code"]
     assert "main" in {each["class"] for each in mine}
     assert len({each["harness_session"] for each in mine} - {None}) >= 2
@@ -91,7 +92,7 @@ def test_the_next_turn_reads_the_conversation_so_far_from_the_cache(sessions: Se
 def test_what_claude_code_marks_is_pinned_and_counted(sessions: Sessions, node: Node) -> None:
     usage = sessions.first["usage"]
     assert usage["cache_creation_input_tokens"] >= 0.9 * _prompt(sessions.first)
-    kept = requests.get(f"{node.url}/v1/pins", timeout=30).json()["pins"]
+    kept = requests.get(f"{node.url}/v1/pins", timeout=HANG_S).json()["pins"]
     mine = {sessions.first["session_id"], sessions.second["session_id"]}
     assert mine & {pin["session"] for pin in kept}
     longest = max(pin["tokens"] for pin in kept)

@@ -20,6 +20,7 @@ from sgl_ext.cli.clients import Client, Connection, clients_of
 from tests.clients import scripts
 from tests.clients.install import installed
 from tests.clients.recorder import Recorder, recording
+from tests.waiting import HANG_S
 
 pytestmark = [pytest.mark.installs, pytest.mark.other_clients]
 
@@ -167,5 +168,5 @@ def test_a_client_that_exceeds_the_window_compacts_and_goes_on(
 
 
 def window_of(node: Node) -> int:
-    card = requests.get(f"{node.url}/v1/models", timeout=30).json()["data"][0]
+    card = requests.get(f"{node.url}/v1/models", timeout=HANG_S).json()["data"][0]
     return int(card["context_length"])

@@ -17,6 +17,7 @@ import requests
 from sgl_ext_cpu.node import Node
 
 from sgl_ext.compat.errors import is_shaped
+from tests.waiting import HANG_S
 
 pytestmark = pytest.mark.wrong_requests
 _TRIES = 130
@@ -151,7 +152,7 @@ def test_no_wrong_type_is_an_error_of_the_server(node: Node, served_model: str, 
             if place in (("max_tokens",), ("max_output_tokens",)):
                 continue  # without them an answer has no end
             sent = with_value(body, place, wrong)
-            answer = session.post(node.url + path, json=sent, timeout=60)
+            answer = session.post(node.url + path, json=sent, timeout=HANG_S)
             if told := problem(path, answer):
                 failed.append((place, wrong, told))
     assert not failed
@@ -181,7 +182,7 @@ _RAW = {
 def test_no_malformed_json_is_an_error_of_the_server(node: Node, path: str) -> None:
     headers = {"content-type": "application/json"}
     for name, data in _RAW.items():
-        answer = requests.post(node.url + path, data=data, headers=headers, timeout=60)
+        answer = requests.post(node.url + path, data=data, headers=headers, timeout=HANG_S)
         assert 400 <= answer.status_code < 500, (name, answer.text)
         assert not problem(path, answer), name
 
@@ -195,7 +196,7 @@ def test_of_a_field_given_twice_the_node_takes_the_last(node: Node, served_model
     )
     headers = {"content-type": "application/json"}
     answer = requests.post(
-        f"{node.url}/v1/chat/completions", data=body, headers=headers, timeout=60
+        f"{node.url}/v1/chat/completions", data=body, headers=headers, timeout=HANG_S
     )
     assert answer.status_code == 200, answer.text
     assert answer.json()["usage"]["completion_tokens"] == 3

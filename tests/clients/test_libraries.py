@@ -26,6 +26,7 @@ from tests.clients.scripts import (
     CLIENT_SYSTEM,
     CLIENT_THOUGHT,
 )
+from tests.waiting import HANG_S
 
 pytestmark = pytest.mark.installs
 _DRIVERS = Path(__file__).with_name("drivers")
@@ -153,7 +154,7 @@ def read_by_current_sdks(exchanges: Sequence[Exchange]) -> str:
         cwd=ROOT,
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=HANG_S,
         check=True,
     )
     return done.stdout

@@ -17,6 +17,7 @@ from tests.clients.agents import assert_read_from_cache
 from tests.clients.install import installed
 from tests.clients.recorder import Exchange, recording
 from tests.clients.scripts import NEW, OLD, asked
+from tests.waiting import HANG_S
 
 pytestmark = [pytest.mark.installs, pytest.mark.other_clients]
 _OPEN_CODE = {
@@ -51,7 +52,7 @@ def run(command: list[str | Path], place: Place, **environment: str) -> None:
         stdin=subprocess.DEVNULL,
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=HANG_S,
         check=False,
     )
     assert done.returncode == 0, done.stdout + done.stderr

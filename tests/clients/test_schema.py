@@ -20,6 +20,7 @@ from sgl_ext_cpu.node import Node
 
 from sgl_ext.protocols import routes
 from tests.clients.test_fuzz import problem
+from tests.waiting import HANG_S
 
 pytestmark = [pytest.mark.wrong_requests, pytest.mark.slow]
 _TRIES = 3
@@ -48,7 +49,7 @@ def try_out(operation: Any, mode: GenerationMode, ask: Callable[[str, bytes], No
 
 
 def test_nothing_that_a_schema_allows_or_forbids_is_an_error_of_the_server(node: Node) -> None:
-    document = requests.get(f"{node.engines[0]}/openapi.json", timeout=60).json()
+    document = requests.get(f"{node.engines[0]}/openapi.json", timeout=HANG_S).json()
     document["paths"] = {
         path: {"post": methods["post"]}
         for path, methods in document["paths"].items()
@@ -60,7 +61,7 @@ def test_nothing_that_a_schema_allows_or_forbids_is_an_error_of_the_server(node:
 
         def ask(path: str, data: bytes) -> None:
             tried.add(path)
-            answer = session.post(node.url + path, data=data, headers=_HEADERS, timeout=120)
+            answer = session.post(node.url + path, data=data, headers=_HEADERS, timeout=HANG_S)
             if told := problem(path, answer):
                 failed.append((path, data[:200], answer.status_code, told))
 

@@ -28,6 +28,7 @@ from tests.clients.agents import (
 )
 from tests.clients.recorder import recording
 from tests.clients.scripts import NEW, OLD, asked, mended
+from tests.waiting import HANG_S
 
 pytestmark = pytest.mark.installs
 
@@ -47,7 +48,7 @@ class Session(NamedTuple):
 def fresh(scripted: Node, api_keys: dict[str, str]) -> Node:
     """The scripted node, with nothing in its caches."""
     headers = {"x-api-key": api_keys["root"]}
-    requests.post(f"{scripted.url}/flush_cache", headers=headers, timeout=60).raise_for_status()
+    requests.post(f"{scripted.url}/flush_cache", headers=headers, timeout=HANG_S).raise_for_status()
     return scripted
 
 
@@ -184,5 +185,5 @@ def test_codex_used_one_connection_for_its_loop(
     fresh: Node, codex_sessions: dict[str, Session], api_keys: dict[str, str]
 ) -> None:
     headers = {"x-api-key": api_keys["root"]}
-    page = requests.get(f"{fresh.url}/metrics", headers=headers, timeout=60).text
+    page = requests.get(f"{fresh.url}/metrics", headers=headers, timeout=HANG_S).text
     assert 'sgl_ext_requests_total{path="/v1/responses",status="101"} 1.0' in page

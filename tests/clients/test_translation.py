@@ -11,6 +11,8 @@ import pytest
 import requests
 from sgl_ext_cpu.node import Node
 
+from tests.waiting import HANG_S
+
 USER = {"role": "user", "content": "Go on."}
 SCHEMA = {"type": "object", "properties": {"path": {"type": "string", "maxLength": 4}}}
 SCHEMA["required"] = ["path"]
@@ -293,5 +295,5 @@ def test_answers_and_errors_name_their_request(
     assert error.request_id.startswith("req_")
     assert (error.param, error.code, error.type) == ("temperature", None, "invalid_request_error")
     assert "site-packages" not in str(error)
-    native = requests.post(f"{node.url}/generate", json={"text": 5}, timeout=30)
+    native = requests.post(f"{node.url}/generate", json={"text": 5}, timeout=HANG_S)
     assert native.status_code == 400

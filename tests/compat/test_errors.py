@@ -42,6 +42,7 @@ from sgl_ext.protocols.chat import CHAT
 from sgl_ext.protocols.registry import errors_of
 from sgl_ext.protocols.responses import RESPONSES
 from tests.engine.scheduler.test_event_publisher import Engine
+from tests.waiting import HANG_S
 
 GENERIC, USER = "function-after[check(), Generic]", "function-after[check(), User]"
 TEXT = f"""3 validation errors for ChatCompletionRequest
@@ -139,7 +140,7 @@ def test_no_error_names_a_library(
         whole = {**RESPONSE, **whole}
     elif path == "/v1/chat/completions":
         whole = {**CHAT_BODY, **whole}
-    refused = requests.post(engine.url + path, json=whole, timeout=60)
+    refused = requests.post(engine.url + path, json=whole, timeout=HANG_S)
     assert refused.status_code == 400, refused.text
     error = refused.json()["error"]
     for word in (
@@ -160,7 +161,7 @@ def test_no_error_names_a_library(
 
 def test_a_native_error_names_no_file_of_a_library(engine: Engine) -> None:
     body = {"text": "a", "sampling_params": {"regex": "("}}
-    refused = requests.post(f"{engine.url}/generate", json=body, timeout=60)
+    refused = requests.post(f"{engine.url}/generate", json=body, timeout=HANG_S)
     assert refused.status_code == 400
     assert "parenthesis is not closed" in refused.json()["error"]["message"]
     assert ".cc" not in refused.text

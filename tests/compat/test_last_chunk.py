@@ -21,6 +21,7 @@ from sgl_ext.compat.last_chunk import keep_last_chunk
 from sgl_ext.settings.schema import BalancerSettings
 from tests.balancer.wire import until
 from tests.engine.scheduler.test_event_publisher import Engine, running_engine, text
+from tests.waiting import HANG_S
 
 CHUNK = 128
 PLAIN = SimpleNamespace(supports_swa=lambda: False, supports_mamba=lambda: False)
@@ -96,17 +97,17 @@ def test_each_chunk_that_was_computed_is_read(engine: Engine) -> None:
             f"{engine.url}/generate",
             json=body(prompt, rid="left", stream=True),
             stream=True,
-            timeout=120,
+            timeout=HANG_S,
         )
         gate.arrived("left")
         step = gate.run_until(lambda event: event.computed("left") >= 5 * CHUNK)
         since = gate.mark()
-        requests.post(f"{engine.url}/abort_request", json={"rid": "left"}, timeout=60)
+        requests.post(f"{engine.url}/abort_request", json={"rid": "left"}, timeout=HANG_S)
         gate.arrived("AbortReq", since=since)
         gate.open()
         sent.result().close()
     gate.until(lambda event: event.kind == "idle", since)
-    found = requests.post(f"{engine.url}/generate", json=body(prompt), timeout=120).json()
+    found = requests.post(f"{engine.url}/generate", json=body(prompt), timeout=HANG_S).json()
     assert found["meta_info"]["cached_tokens"] >= step.computed("left")
 
 

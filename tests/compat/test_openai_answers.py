@@ -13,13 +13,14 @@ import requests
 
 from sgl_ext.compat.openai_answers import text_metadata
 from tests.engine.scheduler.test_event_publisher import Engine
+from tests.waiting import HANG_S
 
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
 
 
 def events(engine: Engine, path: str, **fields: Any) -> list[dict[str, Any]]:
     body = {"model": "tiny", "max_tokens": 4, "stream": True, **fields}
-    answer = requests.post(engine.url + path, json=body, timeout=60)
+    answer = requests.post(engine.url + path, json=body, timeout=HANG_S)
     assert answer.ok, answer.text
     lines = [line[6:] for line in answer.text.splitlines() if line.startswith("data: {")]
     return [json.loads(line) for line in lines]

@@ -15,6 +15,7 @@ from sgl_ext_cpu.nursery import Nursery
 
 from sgl_ext.compat.text_logprobs import Token, Tokens
 from tests.engine.scheduler.test_event_publisher import Engine, running_engine
+from tests.waiting import HANG_S
 
 INCLUDE = "message.output_text.logprobs"
 
@@ -94,7 +95,7 @@ def test_a_whole_answer_has_those_of_its_text(engine: Engine) -> None:
 def test_a_stream_has_them_in_its_deltas_and_at_the_end(engine: Engine) -> None:
     whole = engine.post("/v1/responses", body(top_logprobs=2))
     sent = body(top_logprobs=2, stream=True)
-    answer = requests.post(f"{engine.url}/v1/responses", json=sent, timeout=60)
+    answer = requests.post(f"{engine.url}/v1/responses", json=sent, timeout=HANG_S)
     assert answer.status_code == 200, answer.text
     lines = [line[6:] for line in answer.text.splitlines() if line.startswith("data: {")]
     events = [json.loads(line) for line in lines]
@@ -117,5 +118,5 @@ def test_a_stream_has_them_in_its_deltas_and_at_the_end(engine: Engine) -> None:
 
 def test_a_stream_without_the_wish_has_none(engine: Engine) -> None:
     sent = body(stream=True, include=[])
-    answer = requests.post(f"{engine.url}/v1/responses", json=sent, timeout=60)
+    answer = requests.post(f"{engine.url}/v1/responses", json=sent, timeout=HANG_S)
     assert '"logprob":' not in answer.text

@@ -20,6 +20,7 @@ from sgl_ext_cpu.nursery import Nursery
 from sgl_ext.compat.errors import EngineError
 from sgl_ext.compat.window import TooLong, announce, check_length, too_long, window_of
 from tests.engine.scheduler.test_event_publisher import Engine, running_engine
+from tests.waiting import HANG_S
 
 SCHEDULERS = (
     "Input length (700 tokens) exceeds the maximum allowed length (700 tokens). "
@@ -157,18 +158,18 @@ def test_the_operator_is_told_once_with_the_flag(caplog: pytest.LogCaptureFixtur
 
 
 def test_every_list_of_models_tells_the_window(engine: Engine, log: Path) -> None:
-    card = requests.get(f"{engine.url}/v1/models", timeout=30).json()["data"][0]
+    card = requests.get(f"{engine.url}/v1/models", timeout=HANG_S).json()["data"][0]
     for name in ("max_model_len", "context_length", "context_window", "max_input_tokens"):
         assert card[name] == WINDOW
     assert card["meta"]["n_ctx_train"] == WINDOW
     url = f"{engine.url}/v1/models/{card['id']}"
-    shown = requests.get(url, headers=ANTHROPIC, timeout=30).json()
+    shown = requests.get(url, headers=ANTHROPIC, timeout=HANG_S).json()
     assert (shown["max_input_tokens"], shown["max_tokens"]) == (WINDOW, WINDOW)
     counted = requests.post(
-        f"{engine.url}/tokenize", json={"model": card["id"], "prompt": "a"}, timeout=30
+        f"{engine.url}/tokenize", json={"model": card["id"], "prompt": "a"}, timeout=HANG_S
     )
     assert counted.json()["max_model_len"] == WINDOW
-    ollama = requests.post(f"{engine.url}/api/show", json={"model": card["id"]}, timeout=30)
+    ollama = requests.post(f"{engine.url}/api/show", json={"model": card["id"]}, timeout=HANG_S)
     assert f"num_ctx {WINDOW}" in ollama.json()["parameters"]
     assert "--context-length 3000" in log.read_text()
 
@@ -180,7 +181,7 @@ def test_a_longer_prompt_is_refused_in_the_vendor_s_words(
 ) -> None:
     prompt = {"prompt": LONG} if path == "/v1/completions" else {"messages": TURN}
     body = {"model": "tiny", "max_tokens": 4, "stream": stream, **prompt}
-    answer = requests.post(engine.url + path, json=body, timeout=60)
+    answer = requests.post(engine.url + path, json=body, timeout=HANG_S)
     assert answer.status_code == 400
     error = answer.json()["error"]
     assert error["type"] == "invalid_request_error"
@@ -193,11 +194,13 @@ def test_a_longer_prompt_is_refused_in_the_vendor_s_words(
 
 
 def test_responses_say_so_in_an_error_and_in_an_event(engine: Engine) -> None:
-    model = requests.get(f"{engine.url}/v1/models", timeout=30).json()["data"][0]["id"]
+    model = requests.get(f"{engine.url}/v1/models", timeout=HANG_S).json()["data"][0]["id"]
     body = {"model": model, "input": LONG, "store": False}
-    whole = requests.post(f"{engine.url}/v1/responses", json=body, timeout=60)
+    whole = requests.post(f"{engine.url}/v1/responses", json=body, timeout=HANG_S)
     assert (whole.status_code, whole.json()["error"]["code"]) == (400, "context_length_exceeded")
-    stream = requests.post(f"{engine.url}/v1/responses", json={**body, "stream": True}, timeout=60)
+    stream = requests.post(
+        f"{engine.url}/v1/responses", json={**body, "stream": True}, timeout=HANG_S
+    )
     last = stream.text.rpartition("event: response.failed\ndata: ")[2].partition("\n")[0]
     error = orjson.loads(last)["response"]["error"]
     assert error["code"] == "context_length_exceeded"
@@ -206,7 +209,7 @@ def test_responses_say_so_in_an_error_and_in_an_event(engine: Engine) -> None:
 
 def test_ollamas_paths_say_so_too(engine: Engine) -> None:
     body = {"model": "tiny", "messages": TURN, "stream": False}
-    refused = requests.post(f"{engine.url}/api/chat", json=body, timeout=60)
+    refused = requests.post(f"{engine.url}/api/chat", json=body, timeout=HANG_S)
     assert refused.status_code == 400
     assert f"maximum context length is {WINDOW} tokens" in refused.json()["error"]["message"]
 
@@ -215,6 +218,6 @@ def test_the_longest_prompt_is_answered(engine: Engine) -> None:
     body: dict[str, Any] = {"input_ids": [5] * WINDOW, "sampling_params": {"max_new_tokens": 2}}
     engine.post("/generate", body)
     body["input_ids"].append(5)
-    refused = requests.post(f"{engine.url}/generate", json=body, timeout=60)
+    refused = requests.post(f"{engine.url}/generate", json=body, timeout=HANG_S)
     assert refused.status_code == 400
     assert f"maximum context length is {WINDOW} tokens" in refused.text

@@ -12,6 +12,7 @@ import requests
 from sgl_ext_cpu.nursery import Nursery
 
 from tests.engine.scheduler.test_event_publisher import Engine, running_engine, text
+from tests.waiting import HANG_S
 
 
 @pytest.fixture(scope="module")
@@ -68,7 +69,7 @@ def test_a_request_that_is_aborted_has_left(engine: Engine) -> None:
         with gate.closed():
             pool.submit(requests.post, f"{engine.url}/generate", json=body("gone", 20, 500))
             gate.answer("gone", tokens=5)
-            requests.post(f"{engine.url}/abort_request", json={"rid": "gone"}, timeout=60)
+            requests.post(f"{engine.url}/abort_request", json={"rid": "gone"}, timeout=HANG_S)
             gate.arrived("AbortReq")
             at = gate.mark()
             gate.finish("gone")

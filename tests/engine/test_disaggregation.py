@@ -20,7 +20,7 @@ from sgl_ext_cpu.nursery import Nursery
 
 from tests.debian import require_debian
 from tests.engine.scheduler.test_event_publisher import Engine, running_engine
-from tests.waiting import until
+from tests.waiting import HANG_S, until
 
 TEXT = "The agent reads a file and then writes what it found. " * 30
 PATH = "/v1/messages"
@@ -33,7 +33,7 @@ class Node(NamedTuple):
     alone: Engine
 
     def get(self, path: str) -> Any:
-        return requests.get(self.url + path, timeout=60).json()
+        return requests.get(self.url + path, timeout=HANG_S).json()
 
 
 @pytest.fixture(scope="module")
@@ -66,7 +66,7 @@ def _mooncake_loads() -> bool:
 
 def ask(url: str, messages: list[dict[str, Any]], **more: Any) -> Any:
     body = {"model": "tiny", "max_tokens": 8, "temperature": 0, "messages": messages, **more}
-    answer = requests.post(url + PATH, json=body, timeout=60)
+    answer = requests.post(url + PATH, json=body, timeout=HANG_S)
     assert answer.status_code == 200, answer.text
     return answer
 
@@ -114,18 +114,18 @@ def test_a_stream_comes_from_the_decode_engine(node: Node) -> None:
 
 def test_tokens_are_counted_without_a_decode_engine(node: Node) -> None:
     body = {"model": "tiny", "messages": turns(0)}
-    counted = requests.post(f"{node.url}{PATH}/count_tokens", json=body, timeout=60).json()
+    counted = requests.post(f"{node.url}{PATH}/count_tokens", json=body, timeout=HANG_S).json()
     assert counted["input_tokens"] > 300
 
 
 def test_several_samples_are_rejected_by_name(node: Node) -> None:
     body = {"model": "tiny", "n": 2, "messages": [{"role": "user", "content": "Hello"}]}
-    answer = requests.post(f"{node.url}/v1/chat/completions", json=body, timeout=60)
+    answer = requests.post(f"{node.url}/v1/chat/completions", json=body, timeout=HANG_S)
     assert answer.status_code == 400
     assert "n: must be 1" in answer.json()["error"]["message"]
 
 
 def test_a_wrong_request_is_answered_once(node: Node) -> None:
-    answer = requests.post(node.url + PATH, json={"model": "tiny", "messages": 7}, timeout=60)
+    answer = requests.post(node.url + PATH, json={"model": "tiny", "messages": 7}, timeout=HANG_S)
     assert answer.status_code == 400
     assert ask(node.url, turns(0)).json()["usage"]["output_tokens"] == 8

@@ -22,7 +22,7 @@ from tests.engine.scheduler.test_event_publisher import (
     running_engine,
     text,
 )
-from tests.waiting import until
+from tests.waiting import HANG_S, until
 
 ADAPTERS = ("one", "two")
 ALL = (*ADAPTERS, None)
@@ -39,7 +39,7 @@ MARKED = {"max_tokens": 4, "messages": [{"role": "user", "content": "hi"}], "sys
 
 
 def pins_of(engine: Engine) -> list[Any]:
-    return list(requests.get(f"{engine.url}/v1/pins", timeout=60).json()["pins"])
+    return list(requests.get(f"{engine.url}/v1/pins", timeout=HANG_S).json()["pins"])
 
 
 @pytest.fixture(scope="module")

@@ -13,7 +13,7 @@ from sgl_ext_cpu.nursery import Nursery
 
 from tests.engine.scheduler.test_event_publisher import Engine, running_engine
 from tests.kinds import slow_but_for
-from tests.waiting import until
+from tests.waiting import HANG_S, until
 
 KINDS = {
     "replicas": ("--dp-size", "2"),
@@ -27,7 +27,7 @@ class Ranked(NamedTuple):
     engine: Engine
 
     def get(self, path: str) -> Any:
-        return requests.get(self.url + path, timeout=60).json()
+        return requests.get(self.url + path, timeout=HANG_S).json()
 
     def workers(self) -> list[dict[str, Any]]:
         found: list[dict[str, Any]] = self.get("/sgl_ext/workers")["workers"]
@@ -62,7 +62,7 @@ def ask(url: str, session: str, turn: int, **headers: str) -> int:
         messages += [{"role": "user", "content": f"go on {number}"}]
     body = {"model": "tiny", "max_tokens": 4, "messages": messages}
     headers = {"x-session-id": session, **headers}
-    answer = requests.post(f"{url}/v1/messages", json=body, headers=headers, timeout=60)
+    answer = requests.post(f"{url}/v1/messages", json=body, headers=headers, timeout=HANG_S)
     assert answer.status_code == 200, answer.text
     return int(answer.json()["usage"]["cache_read_input_tokens"])
 
@@ -88,7 +88,7 @@ def test_a_rank_caches_what_was_sent_to_it_alone(ranked: Ranked) -> None:
 
 def test_a_pin_is_deleted_at_its_rank(ranked: Ranked) -> None:
     def ranks() -> list[int]:
-        pins = requests.get(f"{ranked.engine.url}/v1/pins", timeout=60).json()["pins"]
+        pins = requests.get(f"{ranked.engine.url}/v1/pins", timeout=HANG_S).json()["pins"]
         return [pin["rank"] for pin in pins if pin["session"] == "d"]
 
     for rank in ("0", "1"):
@@ -96,7 +96,7 @@ def test_a_pin_is_deleted_at_its_rank(ranked: Ranked) -> None:
     until(lambda: sorted(ranks()) == [0, 1])
     name = next(row["id"] for row in ranked.workers() if row["rank"] == 1)
     found = {"session": "d", "worker": name}
-    deleted = requests.delete(f"{ranked.url}/v1/pins", params=found, timeout=60).json()
+    deleted = requests.delete(f"{ranked.url}/v1/pins", params=found, timeout=HANG_S).json()
     assert deleted == {ranked.engine.url: {"deleted": 1}}
     until(lambda: ranks() == [0])
 
@@ -105,25 +105,25 @@ def test_a_prompt_is_prefilled_ahead_at_the_rank_that_is_named(ranked: Ranked) -
     body = {"model": "tiny", "max_tokens": 4, "messages": [{"role": "user", "content": "e" + TEXT}]}
     url = f"{ranked.engine.url}/v1/prefill?protocol=messages"
     there = {"x-sgl-ext-rank": "1"}
-    done = requests.post(url, json=body, headers=there, timeout=60).json()
+    done = requests.post(url, json=body, headers=there, timeout=HANG_S).json()
     assert done["complete"], done
     answers = [
         requests.post(
             f"{ranked.engine.url}/v1/messages",
             json=body,
             headers={"x-sgl-ext-rank": rank},
-            timeout=60,
+            timeout=HANG_S,
         ).json()
         for rank in ("1", "0")
     ]
     read = [answer["usage"]["cache_read_input_tokens"] for answer in answers]
     assert read[0] > 200
     assert read[1] < 20
-    assert requests.post(url, json=body, timeout=60).json()["why"] == "no_rank"
+    assert requests.post(url, json=body, timeout=HANG_S).json()["why"] == "no_rank"
 
 
 def test_each_rank_reports_its_own_load(ranked: Ranked) -> None:
-    page = requests.get(f"{ranked.url}/metrics", timeout=60).text
+    page = requests.get(f"{ranked.url}/metrics", timeout=HANG_S).text
     rows = [row for row in page.splitlines() if row.startswith("sgl_ext_worker_capacity_tokens{")]
     assert len(rows) == 2
     assert all(float(row.split()[-1]) == 4096 for row in rows)

@@ -21,7 +21,7 @@ from sgl_ext.settings.schema import EngineSettings
 from sgl_ext.wire.headers import SECRET_HEADER
 from tests.engine.scheduler.test_event_publisher import Engine
 from tests.namespaces import HERE, Namespace, fetch, joined_namespace
-from tests.waiting import until
+from tests.waiting import HANG_S, until
 
 SECRET = "0123456789abcdef-secret"
 KNOWN = {SECRET_HEADER: SECRET}
@@ -76,7 +76,7 @@ def running(
 
 def status_of(url: str) -> int:
     try:
-        return requests.get(url, timeout=60).status_code
+        return requests.get(url, timeout=HANG_S).status_code
     except requests.ConnectionError:
         return 0
 
@@ -168,7 +168,7 @@ def balancer(inside: Namespace, engine: Engine, log: Path, *flags: str) -> Itera
         yield port
     finally:
         process.terminate()
-        process.wait(timeout=60)
+        process.wait(timeout=HANG_S)
 
 
 def worker_of(inside: Namespace, port: int) -> dict[str, Any]:
@@ -216,7 +216,7 @@ def test_sglangs_own_server_beyond_loopback_serves_and_believes_nobody(
     with running(nursery, tiny_model, log, "0.0.0.0", module, settings) as plain:
         for group, is_cached in (("one", False), ("another", True)):
             body, headers = generate(group)
-            answer = requests.post(f"{plain.url}/generate", body, headers=headers, timeout=120)
+            answer = requests.post(f"{plain.url}/generate", body, headers=headers, timeout=HANG_S)
             assert (cached(answer.text) > 0) is is_cached
-        assert requests.get(f"{plain.url}/sgl_ext/events", timeout=60).status_code == 401
+        assert requests.get(f"{plain.url}/sgl_ext/events", timeout=HANG_S).status_code == 401
     assert "believes no header of a balancer" in log.read_text()

@@ -17,7 +17,7 @@ from sgl_ext_cpu.nursery import Nursery
 from sgl_ext.protocols.request_ids import new_trace_id
 from tests.engine.scheduler.test_event_publisher import Engine, running_engine
 from tests.otlp_collector import Collector, collecting
-from tests.waiting import until
+from tests.waiting import HANG_S, until
 
 UNSAMPLED = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-00"
 ENDLESS = {"text": "go on", "sampling_params": {"max_new_tokens": 100_000, "ignore_eos": True}}
@@ -65,7 +65,7 @@ NAMED: dict[str, tuple[str, dict[str, Any], int]] = {
 def test_an_engines_log_names_requests_by_their_ids(engine: Engine, log: Path, name: str) -> None:
     path, body, count = NAMED[name]
     headers = {"x-request-id": f"my-{name}", "traceparent": UNSAMPLED}
-    assert requests.post(f"{engine.url}{path}", json=body, headers=headers, timeout=60).ok
+    assert requests.post(f"{engine.url}{path}", json=body, headers=headers, timeout=HANG_S).ok
     finished = re.compile(rf"Finish: .*rid='(~my-{name}~[0-9a-f]{{24}})'")
     until(lambda: len(set(finished.findall(log.read_text()))) >= count)
 
@@ -73,7 +73,7 @@ def test_an_engines_log_names_requests_by_their_ids(engine: Engine, log: Path, n
 def test_an_engines_errors_name_the_id_too(engine: Engine) -> None:
     headers = {"x-request-id": "wrong"}
     body = {**HELLO, "messages": 7}
-    refused = requests.post(f"{engine.url}/v1/messages", json=body, headers=headers, timeout=60)
+    refused = requests.post(f"{engine.url}/v1/messages", json=body, headers=headers, timeout=HANG_S)
     assert refused.headers["request-id"] == refused.json()["request_id"] == "wrong"
 
 
@@ -83,7 +83,7 @@ def test_an_engines_spans_belong_to_the_trace_of_the_request(
 ) -> None:
     trace = new_trace_id()
     headers = {"traceparent": f"00-{trace}-b7ad6b7169203331-01"}
-    assert requests.post(f"{engine.url}{path}", json=HELLO, headers=headers, timeout=60).ok
+    assert requests.post(f"{engine.url}{path}", json=HELLO, headers=headers, timeout=HANG_S).ok
 
     def parents() -> set[str]:
         ours = [span for span in collector.spans if span.trace_id.hex() == trace]
@@ -108,18 +108,20 @@ def test_a_flush_under_load_is_409_and_names_what_is_pending(engine: Engine) -> 
     with ThreadPoolExecutor(1) as pool:
         pool.submit(engine.post, "/generate", {**ENDLESS, "rid": "endless"})
         engine.gate.until(lambda step: step.answered("endless") > 0)
-        refused = requests.post(flush, params={"timeout": 0}, timeout=60)
-        requests.post(f"{engine.url}/abort_request", json={"rid": "endless"}, timeout=60)
+        refused = requests.post(flush, params={"timeout": 0}, timeout=HANG_S)
+        requests.post(f"{engine.url}/abort_request", json={"rid": "endless"}, timeout=HANG_S)
     assert refused.status_code == 409
     error = refused.json()["error"]
     assert (error["pending"], error["requests"]) == (1, ["endless"])
     assert "pending requests: 1" in error["message"]
-    assert requests.post(flush, timeout=60).ok
+    assert requests.post(flush, timeout=HANG_S).ok
 
 
 @pytest.mark.parametrize("timeout", ["-1", "61", "nan", "soon"])
 def test_a_flush_waits_no_longer_than_its_limit(engine: Engine, timeout: str) -> None:
-    refused = requests.post(f"{engine.url}/flush_cache", params={"timeout": timeout}, timeout=60)
+    refused = requests.post(
+        f"{engine.url}/flush_cache", params={"timeout": timeout}, timeout=HANG_S
+    )
     assert refused.status_code == 400
     assert "timeout" in refused.json()["error"]["message"]
 
@@ -132,7 +134,7 @@ def test_a_tenant_neither_takes_nor_aborts_the_names_of_another(engine: Engine) 
     def ask(tenant: str, rid: str, **more: Any) -> requests.Response:
         body = {"text": "go on", "rid": rid, "sampling_params": sampling, **more}
         headers = {"x-tenant-id": tenant} if tenant else None
-        return requests.post(generate, json=body, headers=headers, timeout=60, stream=True)
+        return requests.post(generate, json=body, headers=headers, timeout=HANG_S, stream=True)
 
     with ThreadPoolExecutor(2) as pool:
         with engine.gate.closed():
@@ -155,13 +157,13 @@ def test_a_tenant_neither_takes_nor_aborts_the_names_of_another(engine: Engine) 
 
 
 def test_the_event_loop_of_the_http_process_reports_its_stalls(engine: Engine) -> None:
-    page = requests.get(f"{engine.url}/metrics", timeout=30).text
+    page = requests.get(f"{engine.url}/metrics", timeout=HANG_S).text
     assert 'sgl_ext_event_loop_stall_seconds_total{clock="cpu"' in page
 
 
 def test_an_engine_whose_scheduler_is_stopped_says_so(engine: Engine) -> None:
     def ready() -> int:
-        return requests.get(f"{engine.url}/ready", timeout=30).status_code
+        return requests.get(f"{engine.url}/ready", timeout=HANG_S).status_code
 
     assert ready() == 200
     scheduler = max(processes_of(engine)[1:], key=lambda process: process.memory_info().rss)

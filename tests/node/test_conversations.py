@@ -12,6 +12,8 @@ import pytest
 import requests
 from sgl_ext_cpu.node import Node
 
+from tests.waiting import HANG_S
+
 _WORDS = ("the", "agent", "reads", "a", "file", "and", "writes", "what", "it", "found")
 _fresh = count(1)
 _TOOL = {
@@ -30,7 +32,7 @@ def gpt(node: Node) -> Iterator[openai.OpenAI]:
 
 @pytest.fixture(scope="module")
 def model(node: Node) -> str:
-    models = requests.get(f"{node.url}/v1/models", timeout=30).json()["data"]
+    models = requests.get(f"{node.url}/v1/models", timeout=HANG_S).json()["data"]
     return str(models[0]["id"])
 
 
@@ -213,7 +215,7 @@ def test_a_context_is_pinned_by_its_layers_and_prefilled_by_its_name(node: Node)
     answer = node.post("/v1/messages", body, headers=headers)
     usage = answer.json()["usage"]
     assert usage["cache_read_input_tokens"] > 400
-    pins = requests.get(f"{node.url}/v1/pins", timeout=30).json()["pins"]
+    pins = requests.get(f"{node.url}/v1/pins", timeout=HANG_S).json()["pins"]
     ttls = sorted(pin["ttl_s"] for pin in pins if pin["session"] == session)
     assert ttls == [300.0, 3600.0]
 
@@ -272,6 +274,6 @@ def test_a_changed_runtime_text_computes_only_what_follows_it(node: Node, model:
         assert prompt > 2000
         assert prompt - cached < 100, path
         if path == "/v1/messages":
-            pins = requests.get(f"{node.url}/v1/pins", timeout=30).json()["pins"]
+            pins = requests.get(f"{node.url}/v1/pins", timeout=HANG_S).json()["pins"]
             lasting = [pin for pin in pins if pin["session"] == session and pin["ttl_s"] == 3600]
             assert max(pin["tokens"] for pin in lasting) > prompt - 200

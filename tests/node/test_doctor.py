@@ -8,11 +8,13 @@ from pathlib import Path
 
 import orjson
 import pytest
+import requests
 from anthropic.types import Message
 from sgl_ext_cpu.node import Node, running_balancer
 
 from sgl_ext.doctor.__main__ import main
 from tests.prompts.examples import CHAT, MESSAGES, RULE, turns
+from tests.waiting import HANG_S, until
 
 
 def asked(node: Node, agent: str, count: int, begin: str) -> tuple[int, int]:
@@ -79,6 +81,9 @@ def test_an_answer_tells_a_change_from_an_eviction(fresh: Node) -> None:
     found = changed.cache_miss_reason.model_dump()
     assert (found["type"], found["block"], found["cause"]) == ("system_changed", "system", "clock")
     fresh.flush()
+    # Until the balancer has heard of it, it takes the prompt for rendered otherwise.
+    metrics = f"{fresh.url}/metrics"
+    until(lambda: "\nsgl_ext_index_segments 0" in requests.get(metrics, timeout=HANG_S).text)
     lost = told(second.id).diagnostics
     assert lost is not None
     assert lost.cache_miss_reason is not None

@@ -8,6 +8,8 @@ from typing import Any
 import requests
 from sgl_ext_cpu.node import StartNode
 
+from tests.waiting import HANG_S
+
 MARK = {"cache_control": {"type": "ephemeral", "ttl": "1h"}}
 
 
@@ -27,9 +29,9 @@ def test_marked_blocks_are_pinned_and_known_tokens_are_not_made_again(
             node.post("/v1/messages", {**body, "messages": each}).json()["usage"]
             for each in (messages, later, later)
         )
-        pins = requests.get(f"{node.url}/v1/pins", timeout=30).json()["pins"]
-        metrics = requests.get(f"{node.url}/metrics/engines", timeout=30).text
-        template = requests.get(f"{node.url}/sgl_ext/template", timeout=30).json()["template"]
+        pins = requests.get(f"{node.url}/v1/pins", timeout=HANG_S).json()["pins"]
+        metrics = requests.get(f"{node.url}/metrics/engines", timeout=HANG_S).text
+        template = requests.get(f"{node.url}/sgl_ext/template", timeout=HANG_S).json()["template"]
     created = first["cache_creation_input_tokens"]
     assert second["cache_read_input_tokens"] >= created > 0
     written = second["cache_read_input_tokens"] + second["cache_creation_input_tokens"]

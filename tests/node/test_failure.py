@@ -106,7 +106,7 @@ TAKEN = """\
 [2026-01-02 03:04:06] [Errno 98] error while attempting to bind on address ('::1', 31001): in use
 Traceback (most recent call last):
   File "http_server.py", line 9, in _freeze_gc_after_server_warmup
-    requests.post(url + "/freeze_gc", timeout=60)
+    requests.post(url + "/freeze_gc", timeout=HANG_S)
 requests.exceptions.ReadTimeout: HTTPConnectionPool(host='127.0.0.1', port=31001): Read timed out.
 """.splitlines()
 

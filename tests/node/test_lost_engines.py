@@ -18,7 +18,7 @@ from sgl_ext_cpu.engine_processes import find_engine
 from sgl_ext_cpu.gate import Gate
 from sgl_ext_cpu.node import Node, StartNode
 
-from tests.waiting import until
+from tests.waiting import HANG_S, until
 
 GENERATE = "/generate"
 
@@ -79,7 +79,7 @@ def left_alone(node: Node, asked: dict[str, Any]) -> Iterator[None]:
 
 
 def workers(node: Node) -> list[dict[str, Any]]:
-    health = requests.get(f"{node.url}/health", timeout=30).json()
+    health = requests.get(f"{node.url}/health", timeout=HANG_S).json()
     found: list[dict[str, Any]] = health["workers"]
     return found
 
@@ -90,14 +90,14 @@ def all_ready(node: Node) -> bool:
 
 def starts(node: Node) -> int:
     """How often engines were started, without the first start of each."""
-    state = requests.get(f"{node.url}/sgl_ext/workers", timeout=30).json()["workers"]
+    state = requests.get(f"{node.url}/sgl_ext/workers", timeout=HANG_S).json()["workers"]
     names = [worker["id"].partition("@")[0] for worker in state]
     return sum(int(name.partition(".")[2] or 1) - 1 for name in names)
 
 
 def suspects(node: Node, result: str) -> int:
     """How many requests were suspected, cleared, convicted or refused."""
-    page = requests.get(f"{node.url}/metrics", timeout=30).text
+    page = requests.get(f"{node.url}/metrics", timeout=HANG_S).text
     name = f'sgl_ext_suspect_requests_total{{result="{result}"}}'
     found = [line for line in page.splitlines() if line.startswith(name)]
     return int(float(found[0].rpartition(" ")[2])) if found else 0

@@ -13,7 +13,7 @@ import pytest
 import requests
 from sgl_ext_cpu.node import Node, StartNode
 
-from tests.waiting import until
+from tests.waiting import HANG_S, until
 
 _WORDS = ("the", "agent", "reads", "a", "file", "and", "writes", "what", "it", "found")
 _POOL = 2048
@@ -53,7 +53,7 @@ def asked(node: Node, request: dict[str, Any]) -> dict[str, int]:
 
 
 def pins(node: Node) -> list[dict[str, Any]]:
-    found: list[dict[str, Any]] = requests.get(f"{node.url}/v1/pins", timeout=30).json()["pins"]
+    found: list[dict[str, Any]] = requests.get(f"{node.url}/v1/pins", timeout=HANG_S).json()["pins"]
     return found
 
 
@@ -87,7 +87,7 @@ def test_a_pinned_prefix_outlasts_a_flood_and_new_sessions_go_to_its_holder(
         assert found["worker"] == pin["worker"]
         assert asked(small_node, request)["cache_read_input_tokens"] >= written
     assert asked(small_node, body(lost, "Something else"))["cache_read_input_tokens"] < 100
-    metrics = requests.get(f"{small_node.url}/metrics", timeout=30).text
+    metrics = requests.get(f"{small_node.url}/metrics", timeout=HANG_S).text
     assert f'sgl_ext_worker_pinned_tokens{{worker="{pin["worker"]}"}} {written:.1f}' in metrics
 
 
@@ -95,7 +95,7 @@ def test_the_state_tells_what_engines_have_pinned(small_node: Node) -> None:
     asked(small_node, body(text(40), "Hello", "1h"))
 
     def told() -> bool:
-        state = requests.get(f"{small_node.url}/sgl_ext/state", timeout=30).json()
+        state = requests.get(f"{small_node.url}/sgl_ext/state", timeout=HANG_S).json()
         pinned = Counter(pin["worker"] for pin in state["pins"])
         memory = {each["id"]: each["kv"] for each in state["engines"]}
         assert {each["total_tokens"] for each in memory.values()} == {_POOL}
@@ -113,8 +113,8 @@ def test_pins_are_given_up_at_the_balancer_by_prefix_and_by_session(small_node: 
     prefix = next(pin["prefix"] for pin in pins(small_node) if pin["session"] == "two")
     worker = next(pin["worker"] for pin in pins(small_node) if pin["session"] == "two")
     for query in ("session=one", f"prefix={prefix}&worker={quote(worker)}"):
-        answer = requests.delete(f"{small_node.url}/v1/pins?{query}", timeout=30)
+        answer = requests.delete(f"{small_node.url}/v1/pins?{query}", timeout=HANG_S)
         assert answer.ok
         assert sum(each["deleted"] for each in answer.json().values()) == 1
     until(lambda: not mine & {pin["session"] for pin in pins(small_node)})
-    assert requests.delete(f"{small_node.url}/v1/pins", timeout=30).status_code == 400
+    assert requests.delete(f"{small_node.url}/v1/pins", timeout=HANG_S).status_code == 400

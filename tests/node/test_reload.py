@@ -13,7 +13,7 @@ import requests
 from sgl_ext_cpu.node import Node, StartNode
 
 from tests.node.test_pins import body, pins, text
-from tests.waiting import until
+from tests.waiting import HANG_S, until
 
 START = """
 [launch]
@@ -32,7 +32,7 @@ class Configured(NamedTuple):
 
     def reload(self, settings: str) -> requests.Response:
         self.file.write_text(settings)
-        return requests.post(f"{self.node.url}/sgl_ext/reload", timeout=60)
+        return requests.post(f"{self.node.url}/sgl_ext/reload", timeout=HANG_S)
 
     def said(self, what: str) -> bool:
         return what in (self.node.log_dir / "launch.out").read_text()

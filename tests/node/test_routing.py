@@ -9,7 +9,7 @@ from typing import Any
 import requests
 from sgl_ext_cpu.node import Node
 
-from tests.waiting import until
+from tests.waiting import HANG_S, until
 
 CHAT = "/v1/chat/completions"
 
@@ -64,7 +64,7 @@ def test_an_engine_s_events_begin_with_all_that_it_holds(node: Node) -> None:
     until(lambda: max(held(node, request)) == total)
     found = []
     for engine in node.engines:
-        with requests.get(f"{engine}/sgl_ext/events", stream=True, timeout=60) as stream:
+        with requests.get(f"{engine}/sgl_ext/events", stream=True, timeout=HANG_S) as stream:
             lines = []
             for line in stream.iter_lines():
                 lines.append(json.loads(line))
@@ -73,7 +73,7 @@ def test_an_engine_s_events_begin_with_all_that_it_holds(node: Node) -> None:
         assert lines[0]["snapshot"]
         found += [row for line in lines for row in line.get("stored", [])]
     assert total in [tokens for _, _, tokens in found]
-    assert requests.get(f"{node.url}/ready", timeout=60).status_code == 200
+    assert requests.get(f"{node.url}/ready", timeout=HANG_S).status_code == 200
 
 
 def test_a_flush_is_followed(node: Node) -> None:
@@ -89,7 +89,7 @@ def test_an_engine_flushed_behind_the_balancer_s_back_is_found_out(node: Node) -
     asked(node, request)
     until(lambda: max(held(node, request)) > 0)
     for engine in node.engines:
-        requests.post(f"{engine}/flush_cache", timeout=60).raise_for_status()
+        requests.post(f"{engine}/flush_cache", timeout=HANG_S).raise_for_status()
     until(lambda: max(held(node, request)) == 0)
 
 
@@ -112,7 +112,7 @@ def test_an_explanation_leaves_no_trace(node: Node) -> None:
 
 def test_a_request_that_makes_engines_fail_shuts_none_of_them_out(node: Node) -> None:
     def states() -> set[str]:
-        answer = requests.get(f"{node.url}/sgl_ext/workers", timeout=30)
+        answer = requests.get(f"{node.url}/sgl_ext/workers", timeout=HANG_S)
         return {worker["breaker"] for worker in answer.json()["workers"]}
 
     seen: set[str] = set()

@@ -11,7 +11,7 @@ import requests
 from sgl_ext_cpu.node import Node, running_balancer
 
 from tests.balancer.store.servers import Postgres, Redis, Server, running
-from tests.waiting import until
+from tests.waiting import HANG_S, until
 
 pytestmark = pytest.mark.long
 
@@ -29,8 +29,9 @@ class Client:
 
     def __init__(self, url: str) -> None:
         self.url = url
-        self._gpt = openai.OpenAI(base_url=f"{url}/v1", api_key="any", max_retries=0, timeout=60)
-        self._model = requests.get(f"{url}/v1/models", timeout=30).json()["data"][0]["id"]
+        once: dict[str, Any] = {"api_key": "any", "max_retries": 0, "timeout": HANG_S}
+        self._gpt = openai.OpenAI(base_url=f"{url}/v1", **once)
+        self._model = requests.get(f"{url}/v1/models", timeout=HANG_S).json()["data"][0]["id"]
 
     def ask(self, text: str, previous: str | None = None) -> Any:
         """A turn; one that continues another names it."""
@@ -45,7 +46,7 @@ class Client:
             "max_tokens": 2,
             "messages": [{"role": "user", "content": "Hello"}],
         }
-        return requests.post(f"{self.url}/v1/chat/completions", json=body, timeout=60).ok
+        return requests.post(f"{self.url}/v1/chat/completions", json=body, timeout=HANG_S).ok
 
     def close(self) -> None:
         self._gpt.close()

@@ -17,7 +17,7 @@ from sgl_ext_cpu.nursery import Nursery
 
 from tests.engine.scheduler.test_event_publisher import running_engine
 from tests.node.test_routing import CHAT, explained
-from tests.waiting import until
+from tests.waiting import HANG_S, until
 
 POOL, LENGTH, PAGE = 4096, 1500, 16
 PAGES = LENGTH // PAGE
@@ -56,7 +56,7 @@ class Shared:
         assert details["storage"] >= LENGTH - 2 * PAGE, details
 
     def flush(self, engine: int) -> None:
-        requests.post(f"{self.engines[engine]}/flush_cache", timeout=60).raise_for_status()
+        requests.post(f"{self.engines[engine]}/flush_cache", timeout=HANG_S).raise_for_status()
 
     def kill(self, engine: int) -> None:
         """Kills an engine's processes at once, and waits until it serves again."""
@@ -74,14 +74,14 @@ class Shared:
 def ask(url: str, prompt: list[int], **more: Any) -> dict[str, Any]:
     sampling = {"max_new_tokens": 8, "temperature": 0, "ignore_eos": True}
     body = {"input_ids": prompt, "sampling_params": sampling, **more}
-    answer = requests.post(f"{url}/generate", json=body, timeout=120)
+    answer = requests.post(f"{url}/generate", json=body, timeout=HANG_S)
     assert answer.ok, answer.text
     return answer.json()  # type: ignore[no-any-return]
 
 
 def is_ready(url: str) -> bool:
     try:
-        return requests.get(f"{url}/ready", timeout=60).ok
+        return requests.get(f"{url}/ready", timeout=HANG_S).ok
     except requests.RequestException:
         return False
 
@@ -92,7 +92,7 @@ def new_prompt() -> list[int]:
 
 def announced(url: str) -> list[str]:
     """The segments of the shared tier in an engine's snapshot."""
-    with requests.get(f"{url}/sgl_ext/events", stream=True, timeout=60) as stream:
+    with requests.get(f"{url}/sgl_ext/events", stream=True, timeout=HANG_S) as stream:
         found: list[str] = []
         for raw in stream.iter_lines():
             line = json.loads(raw)
@@ -223,7 +223,7 @@ def test_the_balancer_is_sent_what_the_tier_has_once_and_by_another_engine_after
     until(is_known)
     assert announced(shared.engines[announcer]) == []
     for url in shared.engines:
-        requests.post(f"{url}/flush_cache", timeout=60).raise_for_status()
+        requests.post(f"{url}/flush_cache", timeout=HANG_S).raise_for_status()
     until(lambda: all(not has and more > most for has, more in rows(shared, request)))
 
 

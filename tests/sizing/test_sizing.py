@@ -31,6 +31,7 @@ from sgl_ext.sizing.plan import (
     reserved_fraction,
 )
 from tests.sizing.configs import CONFIGS
+from tests.waiting import HANG_S
 
 ROOT = Path(__file__).parents[2]
 
@@ -276,7 +277,7 @@ def test_the_sheet_agrees_with_a_running_engine(
     node: Node, tiny_model: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """SGLang's number of tokens, and the sizes that its log states."""
-    info = requests.get(f"{node.engines[0]}/server_info", timeout=30).json()
+    info = requests.get(f"{node.engines[0]}/server_info", timeout=HANG_S).json()
     tokens = info["max_total_num_tokens"]
     flags = ["--model", str(tiny_model), "--max-total-tokens", str(tokens)]
     assert run([*flags, "--kv-cache-dtype", "float32", "--json"]) == 0

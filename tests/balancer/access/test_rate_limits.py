@@ -293,7 +293,7 @@ async def test_a_request_that_is_sent_again_is_charged_once(
 ) -> None:
     tenant = Tenant(folder, "tokens_per_minute = 60000")
     worker = Raw(sse(CHUNK, end=b""))
-    balancer = await serve(worker, **tenant.config)
+    balancer = await serve(worker, resend_s=300.0, **tenant.config)
     limits = balancer.services.rate_limits
     limits.clock = lambda: 1e9
     async with ClientSession(f"http://127.0.0.1:{balancer.port}") as client:

@@ -23,7 +23,7 @@ from sgl_ext_cpu.node import free_port
 from sgl_ext import keys
 from sgl_ext.protocols.registry import of_path
 from sgl_ext.reading.segments import read_chain
-from tests.waiting import until
+from tests.waiting import HANG_S, until
 
 pytestmark = pytest.mark.long
 
@@ -38,7 +38,7 @@ def process(*command: str) -> Iterator[subprocess.Popen[bytes]]:
         yield running
     finally:
         running.terminate()
-        running.wait(timeout=60)
+        running.wait(timeout=HANG_S)
 
 
 class Answers(BaseHTTPRequestHandler):
@@ -135,23 +135,23 @@ def serving(
 def status(url: str, path: str = "/health", key: str = "") -> int:
     """An answer's status on a connection of its own, which any of the processes may take."""
     try:
-        return requests.get(url + path, headers={"x-api-key": key}, timeout=60).status_code
+        return requests.get(url + path, headers={"x-api-key": key}, timeout=HANG_S).status_code
     except requests.ConnectionError:
         return 0
 
 
 def counted(url: str) -> float:
-    page = requests.get(url + "/metrics", timeout=60).text
+    page = requests.get(url + "/metrics", timeout=HANG_S).text
     name = 'sgl_ext_requests_total{path="/v1/chat/completions",status="200"} '
     return sum(float(line.removeprefix(name)) for line in page.splitlines() if name in line)
 
 
 def test_processes_serve_and_count_as_one(shared_url: str) -> None:
     for _ in range(30):
-        answer = requests.post(shared_url + "/v1/chat/completions", json=BODY, timeout=60)
+        answer = requests.post(shared_url + "/v1/chat/completions", json=BODY, timeout=HANG_S)
         assert answer.status_code == 200
     until(lambda: counted(shared_url) == 30)
-    page = requests.get(shared_url + "/metrics", timeout=60).text
+    page = requests.get(shared_url + "/metrics", timeout=HANG_S).text
     for number in range(COUNT):
         line = f'process_resident_memory_bytes{{process="{number}"}}'
         assert page.count(line) == 1, "each process has its own memory"
@@ -162,11 +162,13 @@ def test_any_process_tells_the_state_of_all(shared_url: str) -> None:
     session = {"x-session-id": "several", "x-tenant-id": "several"}
     for _ in range(12):
         requests.post(
-            shared_url + "/v1/chat/completions", json=BODY, headers=session, timeout=60
+            shared_url + "/v1/chat/completions", json=BODY, headers=session, timeout=HANG_S
         ).raise_for_status()
 
     def told() -> bool:
-        states = [requests.get(shared_url + "/sgl_ext/state", timeout=60).json() for _ in range(9)]
+        states = [
+            requests.get(shared_url + "/sgl_ext/state", timeout=HANG_S).json() for _ in range(9)
+        ]
         return all(
             ("several", 12) in [(row["name"], row["requests"]) for row in state["tenants"]]
             and 12 in [row["turns"] for row in state["sessions"]]
@@ -179,12 +181,12 @@ def test_any_process_tells_the_state_of_all(shared_url: str) -> None:
 
 def test_a_worker_that_joins_one_joins_all(shared_url: str) -> None:
     joined = f"http://127.0.0.1:{free_port()}"
-    answer = requests.post(shared_url + "/sgl_ext/workers", json={"url": joined}, timeout=60)
+    answer = requests.post(shared_url + "/sgl_ext/workers", json={"url": joined}, timeout=HANG_S)
     assert answer.status_code == 201
 
     def known() -> bool:
         pages = [
-            requests.get(shared_url + "/sgl_ext/workers", timeout=60).json() for _ in range(12)
+            requests.get(shared_url + "/sgl_ext/workers", timeout=HANG_S).json() for _ in range(12)
         ]
         return all(joined in [worker["url"] for worker in page["workers"]] for page in pages)
 
@@ -193,10 +195,12 @@ def test_a_worker_that_joins_one_joins_all(shared_url: str) -> None:
 
 def test_all_processes_share_one_store(shared_url: str) -> None:
     blocks = [{"id": "rules", "layer": "stable", "content": "Be brief."}]
-    kept = requests.post(shared_url + "/v1/contexts", json={"blocks": blocks}, timeout=60).json()
+    kept = requests.post(
+        shared_url + "/v1/contexts", json={"blocks": blocks}, timeout=HANG_S
+    ).json()
     path = f"/v1/contexts/{kept['context_id']}"
     assert all(status(shared_url, path) == 200 for _ in range(12))
-    assert requests.delete(shared_url + path, timeout=60).status_code == 200
+    assert requests.delete(shared_url + path, timeout=HANG_S).status_code == 200
     assert all(status(shared_url, path) == 404 for _ in range(12))
 
 
@@ -214,7 +218,7 @@ def test_a_tenant_has_one_allowance_in_all_processes(tmp_path: Path) -> None:
         blocks = [{"id": "rules", "layer": "stable", "content": "Be brief."}]
         headers = {"x-api-key": alice}
         kept = requests.post(
-            url + "/v1/contexts", json={"blocks": blocks}, headers=headers, timeout=60
+            url + "/v1/contexts", json={"blocks": blocks}, headers=headers, timeout=HANG_S
         ).json()
         context = f"/v1/contexts/{kept['context_id']}"
         assert seen(context, alice) == {200}
@@ -224,7 +228,7 @@ def test_a_tenant_has_one_allowance_in_all_processes(tmp_path: Path) -> None:
 
         headers = {"x-api-key": slow}
         answers = [
-            requests.post(url + "/v1/chat/completions", json=BODY, headers=headers, timeout=60)
+            requests.post(url + "/v1/chat/completions", json=BODY, headers=headers, timeout=HANG_S)
             for _ in range(20)
         ]
         let_in = [answer.status_code for answer in answers].count(200)
@@ -245,7 +249,7 @@ def test_all_processes_look_up_in_one_index_and_a_killed_writer_is_replaced() ->
         answers = []
         for _ in range(12):
             with suppress(requests.ConnectionError):  # of the process that was killed
-                answers.append(requests.post(path, json=BODY, timeout=60))
+                answers.append(requests.post(path, json=BODY, timeout=HANG_S))
         return {answer.json()["workers"][0]["held_tokens"] for answer in answers}
 
     def is_ready(url: str) -> bool:
@@ -272,7 +276,7 @@ def test_no_process_outlives_the_first(balancer: tuple[str, subprocess.Popen[byt
     _, running = balancer
     children = psutil.Process(running.pid).children()
     running.kill()
-    _, alive = psutil.wait_procs(children, timeout=60)
+    _, alive = psutil.wait_procs(children, timeout=HANG_S)
     assert not alive
 
 
@@ -280,7 +284,7 @@ def test_processes_end_together(balancer: tuple[str, subprocess.Popen[bytes]]) -
     url, running = balancer
     children = psutil.Process(running.pid).children()
     running.send_signal(signal.SIGTERM)
-    assert running.wait(timeout=60) == 0
+    assert running.wait(timeout=HANG_S) == 0
     assert not any(child.is_running() for child in children)
     assert status(url) == 0
 
@@ -306,7 +310,7 @@ def test_a_signal_to_the_first_process_changes_settings_in_all(tmp_path: Path) -
     def priority() -> int:
         headers = {"x-tenant-id": "people", "x-sgl-ext-priority": "99"}
         path = "/sgl_ext/explain/v1/messages"
-        answer = requests.post(url + path, json=BODY, headers=headers, timeout=60)
+        answer = requests.post(url + path, json=BODY, headers=headers, timeout=HANG_S)
         return int(answer.json()["priority"])
 
     with serving("--config", str(file)) as (url, running):
@@ -320,10 +324,10 @@ def test_ctrl_c_drains_and_a_second_one_ends_at_once() -> None:
     answers: list[requests.Response] = []
 
     def ask() -> None:
-        answers.append(requests.post(url + "/v1/messages", json=BODY, timeout=60))
+        answers.append(requests.post(url + "/v1/messages", json=BODY, timeout=HANG_S))
 
     def in_flight() -> int:
-        page = requests.get(url + "/health", timeout=60).json()
+        page = requests.get(url + "/health", timeout=HANG_S).json()
         return sum(worker["in_flight"] for worker in page["workers"])
 
     with serving("--drain-s", "600") as (url, running):
@@ -335,15 +339,15 @@ def test_ctrl_c_drains_and_a_second_one_ends_at_once() -> None:
         assert running.poll() is None
         assert not answers
         to_all(running, signal.SIGINT)
-        assert running.wait(timeout=60) == 0
-        asking.join(timeout=60)
+        assert running.wait(timeout=HANG_S) == 0
+        asking.join(timeout=HANG_S)
     assert [answer.status_code for answer in answers] == [529]
 
 
 def test_an_unusable_store_ends_them_with_a_reason(tmp_path: Path) -> None:
     command = ["-m", "sgl_ext.balancer.serve", "--processes", "2", "--store", str(tmp_path)]
     ended = subprocess.run(
-        [sys.executable, *command], capture_output=True, text=True, timeout=120, check=False
+        [sys.executable, *command], capture_output=True, text=True, timeout=HANG_S, check=False
     )
     assert ended.returncode == 1
     assert f"sgl-ext balancer: store={str(tmp_path)!r}: cannot be used" in ended.stderr
@@ -356,7 +360,7 @@ def test_a_port_in_use_ends_them_with_a_reason(tmp_path: Path) -> None:
     with socket.create_server(("127.0.0.1", port)):
         command = ["-m", "sgl_ext.balancer.serve", "--port", str(port), "--processes", "2"]
         ended = subprocess.run(
-            [sys.executable, *command], capture_output=True, text=True, timeout=120, check=False
+            [sys.executable, *command], capture_output=True, text=True, timeout=HANG_S, check=False
         )
     assert ended.returncode == 1
     assert f"port={port}" in ended.stderr

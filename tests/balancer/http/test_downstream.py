@@ -16,6 +16,7 @@ from sgl_ext.balancer.server import Balancer
 from sgl_ext.limits.bounds import BODY_GRACE_S, HEAD_S, IDLE_S, LINGER_S
 from tests.balancer.conftest import Connect, Serve
 from tests.balancer.wire import PATH, Raw, answer, connected, request, running, sse, until
+from tests.waiting import HANG_S
 
 
 async def test_a_connection_serves_one_request_after_the_other(
@@ -294,7 +295,7 @@ async def test_a_disconnected_client_closes_the_workers_connection(
     wire.writer.write(request())
     await wire.reader.readuntil(b"data: 1\n\n")
     wire.writer.close()
-    await asyncio.wait_for(worker.closed.wait(), 10)
+    await asyncio.wait_for(worker.closed.wait(), HANG_S)
     assert balancer._services.workers.all[0].in_flight == 0
 
 
@@ -307,7 +308,7 @@ async def test_a_client_that_disconnects_before_an_answer_closes_it_too(
     wire.writer.write(request())
     await until(lambda: bool(worker.requests))
     wire.writer.transport.abort()
-    await asyncio.wait_for(worker.closed.wait(), 10)
+    await asyncio.wait_for(worker.closed.wait(), HANG_S)
 
 
 @pytest.mark.parametrize("sent", [len(request()), 40])
@@ -359,8 +360,8 @@ async def test_a_stream_that_ends_while_the_balancer_does_closes(
     stopping = asyncio.create_task(balancer.stop())
     await until(lambda: balancer.draining)
     worker.go_on(b"0\r\n\r\n")
-    assert (await asyncio.wait_for(wire.rest(), 20)).endswith(b"0\r\n\r\n")
-    await asyncio.wait_for(stopping, 20)
+    assert (await asyncio.wait_for(wire.rest(), HANG_S)).endswith(b"0\r\n\r\n")
+    await asyncio.wait_for(stopping, HANG_S)
 
 
 async def test_a_running_request_ends_before_the_balancer_does(
@@ -389,7 +390,7 @@ async def test_a_running_request_ends_before_the_balancer_does(
     assert b"connection: close\r\n" in head
     assert body == b"{}"
     assert await idle.rest() == b""
-    await asyncio.wait_for(stopping, 10)
+    await asyncio.wait_for(stopping, HANG_S)
 
 
 @pytest.mark.parametrize("pieces", [1, 1000])

@@ -19,6 +19,9 @@ ONE, TWO, THREE = (b'data: {"n": %d}\n\n' % n for n in (1, 2, 3))
 OPEN = sse(end=b"")
 
 
+RESEND_S = 5.0  # by the clock of the test
+
+
 class Clock:
     now_s = 0.0
 
@@ -118,7 +121,7 @@ async def head_of(wire: Wire) -> bytes:
 
 async def test_a_request_that_waits_for_its_prefill_goes_on(serve: Serve, connect: Connect) -> None:
     worker = Raw([])
-    node = Node(await serve(worker), connect)
+    node = Node(await serve(worker, resend_s=RESEND_S), connect)
     first = await node.send(asked("Hello", b"x-request-id: one"))
     await until(lambda: worker.requests)
     await node.leaves(first)
@@ -142,7 +145,7 @@ async def test_the_new_client_gets_what_the_first_one_was_sent(
     serve: Serve, connect: Connect
 ) -> None:
     worker = Raw([*OPEN, *chunked(ONE, end=b"")])
-    node = Node(await serve(worker), connect)
+    node = Node(await serve(worker, resend_s=RESEND_S), connect)
     first = await node.send(asked())
     await head_of(first)
     assert await event_of(first) == ONE
@@ -167,7 +170,7 @@ async def test_the_new_client_gets_what_the_first_one_was_sent(
 
 async def test_an_answer_that_ended_meanwhile_is_sent_whole(serve: Serve, connect: Connect) -> None:
     worker = Raw([])
-    node = Node(await serve(worker), connect)
+    node = Node(await serve(worker, resend_s=RESEND_S), connect)
     first = await node.send(asked())
     await until(lambda: worker.requests)
     await node.leaves(first)
@@ -181,7 +184,7 @@ async def test_an_answer_that_ended_meanwhile_is_sent_whole(serve: Serve, connec
 
 async def test_a_request_in_the_queue_keeps_its_place(serve: Serve, connect: Connect) -> None:
     worker = Raw([], [], [])
-    node = Node(await serve(worker, max_in_flight=1), connect)
+    node = Node(await serve(worker, max_in_flight=1, resend_s=RESEND_S), connect)
     queue = node.balancer.services.models.default.queue
     await node.send(asked("runs"))
     await until(lambda: worker.requests)
@@ -204,7 +207,7 @@ async def test_a_request_in_the_queue_keeps_its_place(serve: Serve, connect: Con
 
 async def test_a_request_that_nobody_sends_again_stops(serve: Serve, connect: Connect) -> None:
     worker = Raw([*OPEN, *chunked(ONE, end=b"")])
-    node = Node(await serve(worker), connect)
+    node = Node(await serve(worker, resend_s=RESEND_S), connect)
     first = await node.send(asked())
     await head_of(first)
     await node.leaves(first)
@@ -227,7 +230,7 @@ async def test_another_request_begins_anew(
     serve: Serve, connect: Connect, text: str, lines: list[bytes]
 ) -> None:
     worker = Raw([], [])
-    node = Node(await serve(worker), connect)
+    node = Node(await serve(worker, resend_s=RESEND_S), connect)
     first = await node.send(asked())
     await until(lambda: worker.requests)
     await node.leaves(first)
@@ -241,7 +244,7 @@ async def test_a_copy_at_an_engine_that_stands_still_is_not_waited_for(
     serve: Serve, connect: Connect, fault: str
 ) -> None:
     worker = Raw([])
-    node = Node(await serve(worker, interval_s=3600.0), connect)
+    node = Node(await serve(worker, interval_s=3600.0, resend_s=RESEND_S), connect)
     first = await node.send(asked())
     await until(lambda: worker.requests)
     await node.leaves(first)
@@ -256,7 +259,7 @@ async def test_a_copy_at_an_engine_that_stands_still_is_not_waited_for(
 
 async def test_two_clients_that_both_wait_get_two_answers(serve: Serve, connect: Connect) -> None:
     worker = Raw([], [])
-    node = Node(await serve(worker), connect)
+    node = Node(await serve(worker, resend_s=RESEND_S), connect)
     await node.send(asked())
     await node.send(asked())
     await until(lambda: len(worker.requests) == 2)
@@ -284,7 +287,7 @@ async def test_a_whole_answer_goes_to_the_client_that_asks_again(
     serve: Serve, connect: Connect, path: bytes, has_ended: bool
 ) -> None:
     worker = Raw([])
-    node = Node(await serve(worker), connect)
+    node = Node(await serve(worker, resend_s=RESEND_S), connect)
     first = await node.send(asked("Hello", b"x-request-id: one", path=path, stream=False))
     await until(lambda: worker.requests)
     await node.leaves(first)
@@ -309,7 +312,7 @@ async def test_a_whole_answer_goes_to_the_client_that_asks_again(
 
 async def test_a_whole_answer_waits_for_nobody_forever(serve: Serve, connect: Connect) -> None:
     worker = Raw([])
-    node = Node(await serve(worker), connect)
+    node = Node(await serve(worker, resend_s=RESEND_S), connect)
     first = await node.send(asked(stream=False))
     await until(lambda: worker.requests)
     await node.leaves(first)
@@ -328,7 +331,7 @@ async def test_a_whole_answer_that_is_too_large_or_an_error_is_asked_for_anew(
 ) -> None:
     monkeypatch.setattr(exchange, "MAX_SENT_BYTES", 100)
     worker = Raw([])
-    node = Node(await serve(worker), connect)
+    node = Node(await serve(worker, resend_s=RESEND_S), connect)
     first = await node.send(asked(stream=False))
     await until(lambda: worker.requests)
     await node.leaves(first)
@@ -343,7 +346,7 @@ async def test_a_whole_answer_that_is_too_large_or_an_error_is_asked_for_anew(
 
 async def test_a_whole_answer_and_a_stream_are_two_requests(serve: Serve, connect: Connect) -> None:
     worker = Raw([], [])
-    node = Node(await serve(worker), connect)
+    node = Node(await serve(worker, resend_s=RESEND_S), connect)
     first = await node.send(asked(stream=False))
     await until(lambda: worker.requests)
     await node.leaves(first)
@@ -358,7 +361,7 @@ async def test_an_answer_beyond_the_buffer_stops_at_once(
     monkeypatch.setattr(exchange, "MAX_SENT_BYTES", len(ONE) + 1)
     assert patience.MAX_SENT_BYTES == 256 * 1024
     worker = Raw([*OPEN, *chunked(ONE, TWO, end=b"")])
-    node = Node(await serve(worker), connect)
+    node = Node(await serve(worker, resend_s=RESEND_S), connect)
     first = await node.send(asked())
     await head_of(first)
     got = await event_of(first)
@@ -374,7 +377,7 @@ async def test_an_answer_that_outgrows_the_buffer_stops_soon(
 ) -> None:
     monkeypatch.setattr(exchange, "MAX_SENT_BYTES", len(ONE) + 1)
     worker = Raw([*OPEN, *chunked(ONE, end=b"")])
-    node = Node(await serve(worker, interval_s=3600.0), connect)
+    node = Node(await serve(worker, interval_s=3600.0, resend_s=RESEND_S), connect)
     first = await node.send(asked())
     await head_of(first)
     await node.leaves(first)
@@ -391,7 +394,7 @@ async def test_what_was_sent_counts_and_gives_way_when_memory_is_short(
 ) -> None:
     large = b"data: %b\n\n" % (b"x" * 40_000)
     worker = Raw([*OPEN, *chunked(large, end=b"")])
-    node = Node(await serve(worker), connect)
+    node = Node(await serve(worker, resend_s=RESEND_S), connect)
     account = node.balancer.account
     first = await node.send(asked())
     await head_of(first)
@@ -411,7 +414,7 @@ async def test_a_copy_that_fails_without_a_client_is_sent_anew(
     serve: Serve, connect: Connect, has_begun: bool
 ) -> None:
     worker = Raw([*OPEN, *chunked(ONE, end=b"")] if has_begun else [])
-    node = Node(await serve(worker), connect)
+    node = Node(await serve(worker, resend_s=RESEND_S), connect)
     first = await node.send(asked())
     await until(lambda: worker.requests)
     if has_begun:
@@ -434,7 +437,7 @@ async def test_each_client_of_a_waiting_request_is_told_to_wait(
     serve: Serve, connect: Connect
 ) -> None:
     worker = Raw([])
-    node = Node(await serve(worker), connect)
+    node = Node(await serve(worker, resend_s=RESEND_S), connect)
     beats = node.balancer.services.heartbeats
     beats.interval_s, beats.clock = 0.0, node.clock
     first = await node.send(asked())
@@ -459,7 +462,7 @@ async def test_a_prefill_of_400_s_is_computed_once_though_its_client_leaves_afte
 ) -> None:
     """Neither of its two connections is silent for more than 15 s."""
     worker = Raw([])
-    node = Node(await serve(worker, interval_s=3600.0), connect)
+    node = Node(await serve(worker, interval_s=3600.0, resend_s=RESEND_S), connect)
     beats, sent = node.balancer.services.heartbeats, node.balancer.services.metrics.heartbeats
     beats.clock, beats.interval_s = node.clock, 1.0
     first = await node.send(asked())
@@ -499,7 +502,7 @@ async def test_a_prefill_of_400_s_is_computed_once_though_its_client_leaves_afte
 
 async def test_the_log_has_each_id_once(serve: Serve, connect: Connect) -> None:
     worker = Raw([])
-    node = Node(await serve(worker), connect)
+    node = Node(await serve(worker, resend_s=RESEND_S), connect)
     first = await node.send(asked("Hello", b"x-request-id: one"))
     await until(lambda: worker.requests)
     await node.leaves(first)
@@ -517,7 +520,7 @@ async def test_a_balancer_that_ends_stops_what_has_no_client(
     serve: Serve, connect: Connect
 ) -> None:
     worker = Raw([])
-    node = Node(await serve(worker), connect)
+    node = Node(await serve(worker, resend_s=RESEND_S), connect)
     first = await node.send(asked())
     await until(lambda: worker.requests)
     await node.leaves(first)

@@ -45,7 +45,7 @@ KINDS = ["response.created", "response.output_text.delta", "response.completed"]
 
 
 async def receive(socket: ClientWebSocketResponse) -> dict[str, Any]:
-    event: dict[str, Any] = orjson.loads(await socket.receive_str(timeout=20))
+    event: dict[str, Any] = orjson.loads(await socket.receive_str(timeout=HANG_S))
     return event
 
 

@@ -13,6 +13,7 @@ from sgl_ext_cpu.node import Node
 
 from sgl_ext.engine.core.request_context import RequestContext, entered
 from sgl_ext.engine.http.cache_hooks import count_calls, find_tools
+from tests.waiting import HANG_S
 
 CALL = {"id": "c", "type": "function", "function": {"name": "T", "arguments": "{}"}}
 TOOL = {"type": "function", "function": {"name": "T", "parameters": {"type": "object"}}}
@@ -92,7 +93,7 @@ def test_outside_of_requests_nothing_is_kept(looking: Looking) -> None:
 
 def test_a_response_has_the_prompt_of_the_chat_completion(node: Node) -> None:
     """It is cached by the other, and so equal to it."""
-    served = requests.get(f"{node.url}/v1/models", timeout=30).json()["data"][0]["id"]
+    served = requests.get(f"{node.url}/v1/models", timeout=HANG_S).json()["data"][0]["id"]
     base = {"model": served, "temperature": 0, "stream": False}
     texts = [f"Look at file {number}. " * 12 for number in range(9)]
     turns = [

@@ -9,6 +9,7 @@ import requests
 
 from tests.engine.scheduler.test_event_publisher import Engine
 from tests.sglang_versions import needs_newest
+from tests.waiting import HANG_S
 
 COMPLETION: dict[str, Any] = {"model": "tiny", "prompt": "a b", "max_tokens": 2}
 OLLAMA: dict[str, Any] = {"model": "tiny", "stream": False, "options": {"num_predict": 2}}
@@ -35,7 +36,7 @@ BODIES = {
 def test_a_field_that_nothing_acts_on_is_refused(
     engine: Engine, path: str, fields: dict[str, Any]
 ) -> None:
-    refused = requests.post(engine.url + path, json={**BODIES[path], **fields}, timeout=60)
+    refused = requests.post(engine.url + path, json={**BODIES[path], **fields}, timeout=HANG_S)
     assert refused.status_code == 400
     error = refused.json()["error"]
     name = next(iter(fields))

@@ -14,6 +14,7 @@ import requests
 
 from tests.engine.scheduler.test_event_publisher import Engine
 from tests.fuzz.ranges import MESSAGES, case
+from tests.waiting import HANG_S
 
 GENERATE, CHAT, COMPLETIONS = "/generate", "/v1/chat/completions", "/v1/completions"
 MESSAGES_PATH, RESPONSES = "/v1/messages", "/v1/responses"
@@ -139,7 +140,7 @@ OUT_OF_RANGE: dict[str, tuple[tuple[str, dict[str, Any]], str]] = {
 
 def refused(engine: Engine, path: str, body: dict[str, Any], field: str) -> None:
     """The request is answered 400 in its protocol's shape, and the engine answers the next."""
-    answer = requests.post(engine.url + path, json=body, timeout=60)
+    answer = requests.post(engine.url + path, json=body, timeout=HANG_S)
     assert answer.status_code == 400, answer.text[-300:]
     error = answer.json()["error"]
     if isinstance(error, str):  # of SGLang's own check of native sampling parameters
@@ -223,7 +224,7 @@ def test_a_request_that_may_write_no_token_ends_alone(
 ) -> None:
     sampling = {"max_new_tokens": 4, "temperature": 1, "top_p": 0.5, "min_p": 0.1}
     body = {"text": "go on", "sampling_params": {**sampling, **params}}
-    answer = requests.post(engine.url + GENERATE, json=body, timeout=60)
+    answer = requests.post(engine.url + GENERATE, json=body, timeout=HANG_S)
     assert answer.status_code == 500
     assert "accept_token" in answer.text
     goes_on(engine)

@@ -11,6 +11,7 @@ import requests
 from sgl_ext_cpu.node import Node
 
 from tests.sglang_versions import needs_newest
+from tests.waiting import HANG_S
 
 HI = '[{"role": "user", "content": "hi"}]'
 HIS = json.loads(HI)
@@ -103,7 +104,7 @@ def test_a_hostile_body_is_refused_by_the_field(node: Node, case: str, is_balanc
     path, body, field = CASES[case]
     url = node.url if is_balancer else node.engines[0]
     headers = {"content-type": "application/json"}
-    answer = requests.post(url + path, data=body, headers=headers, timeout=60)
+    answer = requests.post(url + path, data=body, headers=headers, timeout=HANG_S)
     assert answer.status_code == 400, answer.text[-300:]
     assert field in error_of(path, answer)["message"]
 
@@ -142,7 +143,7 @@ def test_a_schema_without_a_grammar_is_refused_by_its_field_before_a_stream_begi
 ) -> None:
     path, body, field = SCHEMAS[case]
     answer = requests.post(
-        node.url + path, json={"model": "tiny", **body, "stream": stream}, timeout=60
+        node.url + path, json={"model": "tiny", **body, "stream": stream}, timeout=HANG_S
     )
     assert answer.status_code == 400, answer.text[-300:]
     error = error_of(path, answer)
@@ -154,7 +155,7 @@ def test_a_schema_without_a_grammar_is_refused_by_its_field_before_a_stream_begi
 @pytest.mark.parametrize("stream", [False, True])
 def test_the_text_of_an_error_ends_with_its_reason(node: Node, stream: bool) -> None:
     body = {"model": "tiny", "input": [], "stream": stream}
-    error = error_of(RESPONSES, requests.post(node.url + RESPONSES, json=body, timeout=60))
+    error = error_of(RESPONSES, requests.post(node.url + RESPONSES, json=body, timeout=HANG_S))
     assert error["message"].endswith("Provide at least one message.")
 
 
@@ -167,5 +168,5 @@ def test_arguments_that_are_no_finite_number_or_no_object_are_answered(
 ) -> None:
     headers = {"content-type": "application/json"}
     for url in (node.url, node.engines[0]):
-        answer = requests.post(url + CHAT, data=called(arguments), headers=headers, timeout=60)
+        answer = requests.post(url + CHAT, data=called(arguments), headers=headers, timeout=HANG_S)
         assert answer.status_code == 200, answer.text

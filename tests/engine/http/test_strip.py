@@ -13,7 +13,7 @@ import requests
 from sgl_ext_cpu.node import Node
 
 from tests.reading.test_strip import CASES, HEADER, S, text
-from tests.waiting import until
+from tests.waiting import HANG_S, until
 
 LEFT = {
     "/v1/messages": {"max_tokens": 1, "messages": [{"role": "user", "content": "hello"}]},
@@ -91,7 +91,7 @@ def test_an_engine_stops_work_when_its_client_disconnects(node: Node) -> None:
         assert next(answer.iter_lines())
 
     def is_idle() -> bool:
-        loads = [requests.get(f"{url}/v1/loads", timeout=30).json() for url in node.engines]
+        loads = [requests.get(f"{url}/v1/loads", timeout=HANG_S).json() for url in node.engines]
         return not any(rank["num_running_reqs"] for load in loads for rank in load["loads"])
 
     until(is_idle)

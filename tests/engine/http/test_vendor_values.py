@@ -9,6 +9,7 @@ import requests
 
 from tests.engine.scheduler.test_event_publisher import Engine
 from tests.sglang_versions import needs_newest
+from tests.waiting import HANG_S
 
 TURN = [{"role": "user", "content": "Say hello."}]
 MESSAGES: dict[str, Any] = {"model": "tiny", "max_tokens": 3, "messages": TURN}
@@ -48,4 +49,4 @@ def test_no_answer_at_all_fills_the_cache(engine: Engine) -> None:
 
 def test_sglangs_own_path_has_sglangs_range(engine: Engine) -> None:
     body = {"text": "a", "sampling_params": {"top_k": 0, "max_new_tokens": 2}}
-    assert requests.post(f"{engine.url}/generate", json=body, timeout=60).status_code == 400
+    assert requests.post(f"{engine.url}/generate", json=body, timeout=HANG_S).status_code == 400

@@ -19,6 +19,7 @@ from sgl_ext.protocols.routes import PREFILL
 from sgl_ext.settings.schema import EngineSettings
 from tests.engine.prefill_ahead.test_prefill import ASKED, CHAT, Serving, until
 from tests.engine.scheduler.test_event_publisher import running_engine, user
+from tests.waiting import HANG_S
 
 TASKS = ("Mend the greeting.", "Mend the farewell.", "Mend the thanks.")
 CALL = {"name": "Bash", "arguments": {"command": "ls"}}
@@ -146,7 +147,7 @@ def test_a_session_that_returns_first_loads_its_prefix_itself(engine: Serving) -
 def test_a_client_withdraws_what_is_expected(engine: Serving) -> None:
     agent, url = Agent(engine, TASKS[2]), f"{engine.url}{PREFILL}"
     agent.begin()
-    answers = [requests.delete(url, params={"session": TASKS[2]}, timeout=60) for _ in range(2)]
+    answers = [requests.delete(url, params={"session": TASKS[2]}, timeout=HANG_S) for _ in range(2)]
     first, second = (answer.json()["deleted"] for answer in answers)
     assert first in (1, 2), "the return, and the next turn if its prefill waits already"
     assert second == 0

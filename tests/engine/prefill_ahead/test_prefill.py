@@ -33,6 +33,7 @@ from tests.engine.scheduler.test_event_publisher import (
     user,
 )
 from tests.kinds import slow_but_for
+from tests.waiting import HANG_S
 from tests.waiting import until as until_within
 
 SLICE = 256
@@ -101,7 +102,7 @@ class Serving:
 
     def counted(self, name: str, **labels: str) -> float:
         """One of our counters, over all series that have these labels."""
-        page = requests.get(f"{self.url}/metrics", timeout=60).text
+        page = requests.get(f"{self.url}/metrics", timeout=HANG_S).text
         lines = [one for one in page.splitlines() if one.startswith(f"sgl_ext_{name}_total")]
         parts = [f'{key}="{value}"' for key, value in labels.items()]
         return sum(float(o.split()[-1]) for o in lines if all(part in o for part in parts))
@@ -133,8 +134,8 @@ class Serving:
         return load["running"] == 0 and load["used_tokens"] == load["pinned_tokens"]
 
     def flush(self) -> None:
-        requests.delete(f"{self.url}/v1/pins", params={"session": "session"}, timeout=60)
-        requests.post(f"{self.url}/flush_cache", timeout=60).raise_for_status()
+        requests.delete(f"{self.url}/v1/pins", params={"session": "session"}, timeout=HANG_S)
+        requests.post(f"{self.url}/flush_cache", timeout=HANG_S).raise_for_status()
 
     def assert_sound(self) -> None:
         assert self._engine.server.running()
@@ -247,7 +248,9 @@ def test_a_mark_pins_the_prefilled_prompt(engine: Serving) -> None:
     for _ in range(2):  # the second time nothing is computed
         answer = engine.prefill(body, headers={"x-sgl-ext-session-id": "session"})
         assert answer["complete"]
-        until(lambda: len(requests.get(f"{engine.url}/v1/pins", timeout=60).json()["pins"]) == 1)
+        until(
+            lambda: len(requests.get(f"{engine.url}/v1/pins", timeout=HANG_S).json()["pins"]) == 1
+        )
         until(lambda: engine.watch.load["pinned_tokens"] > 380)
     engine.flush()
 
@@ -346,7 +349,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
 @pytest.mark.parametrize("case", REFUSED)
 def test_a_malformed_request_is_rejected(engine: Serving, case: str) -> None:
     options, word = REFUSED[case]
-    answer = requests.post(engine.url + PREFILL, timeout=60, **options)
+    answer = requests.post(engine.url + PREFILL, timeout=HANG_S, **options)
     assert answer.status_code == 400, answer.text
     assert word in answer.text
 
@@ -355,7 +358,7 @@ def test_a_session_can_delete_its_prefills(engine: Serving) -> None:
     headers = {"x-sgl-ext-session-id": "given up"}
     with engine.busy():
         engine.post(PREFILL, BODIES[MESSAGES](), params={"wait": "false"}, headers=headers)
-    deleted = requests.delete(engine.url + PREFILL, params={"session": "given up"}, timeout=60)
+    deleted = requests.delete(engine.url + PREFILL, params={"session": "given up"}, timeout=HANG_S)
     assert deleted.ok
 
 

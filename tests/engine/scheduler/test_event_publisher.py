@@ -30,7 +30,7 @@ from sgl_ext.protocols.registry import of_path
 from sgl_ext.reading.segments import read_chain
 from sgl_ext.wire.events import EVENTS_PATH
 from tests.reading.test_strip import HEADER
-from tests.waiting import until
+from tests.waiting import HANG_S, until
 
 POOL = 4096
 _WORDS = ("the", "agent", "reads", "a", "file", "and", "then", "writes", "what", "it", "found")
@@ -46,7 +46,7 @@ class Engine:
         self.gate = gate
 
     def post(self, path: str, body: Any) -> Any:
-        answer = requests.post(self.url + path, json=body, timeout=120)
+        answer = requests.post(self.url + path, json=body, timeout=HANG_S)
         assert answer.ok, answer.text
         if not body.get("stream"):
             return answer.json() if answer.content.startswith(b"{") else None
@@ -69,7 +69,7 @@ class Watch:
         self.load: dict[str, int] = {}
         self.ended = False
         self._engine = engine
-        self._answer = requests.get(engine.url + EVENTS_PATH, stream=True, timeout=120)
+        self._answer = requests.get(engine.url + EVENTS_PATH, stream=True, timeout=HANG_S)
         assert self._answer.headers["content-type"] == "application/x-ndjson"
         threading.Thread(target=self._read, daemon=True).start()
 
@@ -151,7 +151,7 @@ def running_engine(
 
 def _is_up(engine: Engine) -> bool:
     try:
-        return requests.get(f"{engine.url}/v1/models", timeout=60).ok
+        return requests.get(f"{engine.url}/v1/models", timeout=HANG_S).ok
     except requests.ConnectionError:
         return False
 
@@ -280,7 +280,7 @@ def test_a_batch_with_its_own_hints_and_a_session_store_nothing(
     before = dict(watch.held)
     engine.post("/generate", {**GENERATE, "text": [text(30)] * 2, "kv_hints": [None, None]})
     session = requests.post(
-        f"{engine.url}/open_session", json={"capacity_of_str_len": 1000}, timeout=30
+        f"{engine.url}/open_session", json={"capacity_of_str_len": 1000}, timeout=HANG_S
     ).json()
     engine.post("/generate", {**GENERATE, "text": text(30), "session_params": {"id": session}})
     watch.settle()
@@ -394,13 +394,13 @@ def test_load_follows_the_requests(engine: Engine, watch: Watch) -> None:
 
 
 def test_an_idle_engine_shows_no_sign_of_work(engine: Engine) -> None:
-    signs = requests.get(f"{engine.url}/sgl_ext/work", timeout=30).json()
+    signs = requests.get(f"{engine.url}/sgl_ext/work", timeout=HANG_S).json()
     assert signs["age_s"] > 0
     assert not Signs(**signs).is_working
 
 
 def test_lines_are_counted_and_none_is_lost(engine: Engine, watch: Watch) -> None:
-    page = requests.get(f"{engine.url}/metrics", timeout=30).text
+    page = requests.get(f"{engine.url}/metrics", timeout=HANG_S).text
     values = dict(line.rsplit(" ", 1) for line in page.splitlines() if not line.startswith("#"))
     assert float(values["sgl_ext_event_lines_total"]) > 0
     for lost in ("dropped", "unreadable"):

@@ -37,6 +37,7 @@ from tests.engine.scheduler.test_event_publisher import (
     user,
 )
 from tests.kinds import slow_but_for
+from tests.waiting import HANG_S
 from tests.waiting import until as until_within
 
 BUDGET = 0.9
@@ -98,7 +99,7 @@ class Pinning:
         return int(self.usage(body)["cache_read_input_tokens"])
 
     def pins(self) -> list[dict[str, Any]]:
-        pins: list[dict[str, Any]] = requests.get(self.url + PATH, timeout=60).json()["pins"]
+        pins: list[dict[str, Any]] = requests.get(self.url + PATH, timeout=HANG_S).json()["pins"]
         return pins
 
     def pinned(self) -> list[int]:
@@ -112,11 +113,11 @@ class Pinning:
         return self.pins()
 
     def unpin(self, **named: str) -> requests.Response:
-        return requests.delete(self.url + PATH, params=named, timeout=60)
+        return requests.delete(self.url + PATH, params=named, timeout=HANG_S)
 
     def counted(self, name: str) -> float:
         """A counter's value, as the engine spells it; 0 if it was never made."""
-        page = requests.get(f"{self.url}/metrics", timeout=60).text
+        page = requests.get(f"{self.url}/metrics", timeout=HANG_S).text
         values = dict(line.rsplit(" ", 1) for line in page.splitlines() if not line.startswith("#"))
         return sum(float(values[key]) for key in values if key.startswith(name))
 
@@ -142,7 +143,7 @@ class Pinning:
         return load["running"] == 0 and load["used_tokens"] == load["pinned_tokens"]
 
     def flush(self) -> None:
-        requests.post(f"{self.url}/flush_cache", timeout=60).raise_for_status()
+        requests.post(f"{self.url}/flush_cache", timeout=HANG_S).raise_for_status()
 
     def assert_sound(self) -> None:
         assert self._engine.server.running()
@@ -232,7 +233,7 @@ def test_a_smaller_budget_releases_the_least_valuable_pins_on_every_rank_alike(
 ) -> None:
     def change(budget: float) -> None:
         version = {"number": time.time_ns(), "values": {"pin_budget": budget}}
-        answer = requests.post(engine.url + SETTINGS_PATH, json=version, timeout=60)
+        answer = requests.post(engine.url + SETTINGS_PATH, json=version, timeout=HANG_S)
         assert answer.json() == {"applied": True, "why": ""}
 
     first, second = marked(60), marked(60)
@@ -278,7 +279,7 @@ def test_a_request_that_needs_memory_gets_it_from_the_fewest_pins(engine: Pinnin
     engine.has_pinned(6, tokens=6 * 490)
     free = POOL - engine.watch.load["pinned_tokens"]
     assert free < 1150
-    usage = engine.usage({**ONE, "messages": [user(1100)]}, timeout=30)
+    usage = engine.usage({**ONE, "messages": [user(1100)]}, timeout=HANG_S)
     assert usage["input_tokens"] > free + 100
     assert len(engine.has_pinned(5)) == 5
     assert engine.counted("sgl_ext_pins_ended_total{") == ended + 1
@@ -307,8 +308,8 @@ def test_a_request_that_would_not_fit_without_pins_either_costs_none(engine: Pin
             engine.gate.until(lambda event: event.kind == "arrived", at)
             engine.gate.run_until(lambda step: len(step.waiting) == 1)
             assert len(engine.pins()) == 2
-            requests.post(f"{engine.url}/abort_request", json={"rid": "long"}, timeout=60)
-        assert waiting.result(timeout=90)["output_tokens"] > 0
+            requests.post(f"{engine.url}/abort_request", json={"rid": "long"}, timeout=HANG_S)
+        assert waiting.result(timeout=HANG_S)["output_tokens"] > 0
     assert len(engine.pins()) == 2
     assert engine.counted("sgl_ext_pins_ended_total{") == ended
 
@@ -651,8 +652,8 @@ def test_a_request_that_is_aborted_before_it_is_computed_pins_nothing(engine: Pi
             body = asked([block(150, "1h")], turn(block(2400, "1h")))
             waiting = pool.submit(engine.send, body)
             engine.gate.run_until(lambda step: len(step.waiting) == 1)
-            requests.post(f"{engine.url}/abort_request", json={"abort_all": True}, timeout=60)
-        assert waiting.result(timeout=90).status_code == 500, "no half answer looks complete"
+            requests.post(f"{engine.url}/abort_request", json={"abort_all": True}, timeout=HANG_S)
+        assert waiting.result(timeout=HANG_S).status_code == 500, "no half answer looks complete"
     until(engine.is_level)
     assert engine.pins() == []
 
@@ -662,7 +663,7 @@ def test_clients_that_disconnect_leave_no_memory_in_use(engine: Pinning) -> None
     for chunks in range(3):
         body = asked([block(150, "1h")], turn(block(2400, "1h")))
         sent = json.dumps(body).encode()
-        client = HTTPConnection(urlsplit(engine.url).netloc, timeout=90)
+        client = HTTPConnection(urlsplit(engine.url).netloc, timeout=HANG_S)
         with engine.gate.closed():
             at = engine.gate.mark()
             client.request("POST", MESSAGES, sent, {"content-type": "application/json"})

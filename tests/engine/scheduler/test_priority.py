@@ -33,6 +33,7 @@ from tests.engine.scheduler.test_event_publisher import (
     text,
     user,
 )
+from tests.waiting import HANG_S
 from tests.waiting import until as until_within
 
 CEILING = 50
@@ -61,7 +62,7 @@ class Serving:
     def post(
         self, path: str, body: Any, headers: dict[str, str] | None = None
     ) -> requests.Response:
-        return requests.post(self.url + path, json=body, headers=headers, timeout=120)
+        return requests.post(self.url + path, json=body, headers=headers, timeout=HANG_S)
 
     def generate(
         self, priority: int, prompt: str, tokens: int, name: str = "", *, tenant: str = ""
@@ -76,7 +77,7 @@ class Serving:
 
     def counted(self, name: str, **labels: str) -> float:
         """A counter's value, over all series that have these labels."""
-        page = requests.get(f"{self.url}/metrics", timeout=60).text
+        page = requests.get(f"{self.url}/metrics", timeout=HANG_S).text
         # Parsing all of SGLang's histograms takes longer than what is counted.
         series = "".join(one for one in page.splitlines(True) if one.startswith(name))
         return sum(
@@ -92,7 +93,7 @@ class Serving:
         return load["running"] == load["queued"] == load["used_tokens"] == 0
 
     def flush(self) -> None:
-        requests.post(f"{self.url}/flush_cache", timeout=60).raise_for_status()
+        requests.post(f"{self.url}/flush_cache", timeout=HANG_S).raise_for_status()
 
     @contextmanager
     def held(self, number: int, priority: int, tokens: int = 1500) -> Iterator[list[str]]:
@@ -475,7 +476,7 @@ def told(path: str, refused: requests.Response) -> str:
 def test_a_priority_that_is_no_number_is_rejected(slots: Serving, path: str, field: str) -> None:
     body = f'{{"model": "tiny", {field}}}'
     refused = requests.post(
-        slots.url + path, data=body, headers={"content-type": "application/json"}, timeout=60
+        slots.url + path, data=body, headers={"content-type": "application/json"}, timeout=HANG_S
     )
     assert refused.status_code == 400
 
@@ -504,7 +505,7 @@ async def test_half_of_a_long_queue_leaves_and_the_other_half_is_answered(
             slots.gate.open()
             await asyncio.to_thread(slots.gate.count, 150, "left", at)
         staying = [one for one in waiting if one not in leaving]
-        assert await asyncio.wait_for(asyncio.gather(*staying), 120) == [2] * 150
+        assert await asyncio.wait_for(asyncio.gather(*staying), HANG_S) == [2] * 150
 
 
 BATCH = 4

@@ -21,6 +21,7 @@ from sgl_ext_cpu.ranks import Ranks, running_ranks
 from sgl_ext.pin_mirror import PATH as PINS
 from sgl_ext.wire.orders import SETTINGS_PATH
 from tests.engine.scheduler.test_event_publisher import text
+from tests.waiting import HANG_S
 
 pytestmark = [pytest.mark.engine, pytest.mark.slow]
 FLAGS = ("--max-total-tokens", "4096", "--chunked-prefill-size", "256")
@@ -144,7 +145,7 @@ def test_the_ranks_of_an_engine_agree(
         assert logs.count(ENABLED) == 2, "both ranks compare what they do"
         assert not failed, logs[-6000:]
         assert ranks.divergences() == 0
-        page = requests.get(f"{ranks.url}/metrics", timeout=60).text
+        page = requests.get(f"{ranks.url}/metrics", timeout=HANG_S).text
         rows = [line.rsplit(" ", 1) for line in page.splitlines() if not line.startswith("#")]
         for name in SEEN:
             assert sum(float(value) for key, value in rows if key.startswith(name)) > 0, name

@@ -12,6 +12,7 @@ from sgl_ext_cpu.nursery import Nursery
 
 from sgl_ext.engine.scheduler.admission import FOLLOW_TOKENS
 from tests.engine.scheduler.test_event_publisher import Engine, Watch, running_engine, text
+from tests.waiting import HANG_S
 
 AGENTS = 6
 CHUNK = 2048
@@ -43,7 +44,7 @@ def fresh(engine: Engine) -> Engine:
 def together(engine: Engine, prompts: list[str], **fields: Any) -> tuple[list[int], list[int]]:
     """Of prompts that come in one pass, each one's tokens and those it computed."""
     body = {"text": prompts, "sampling_params": {"max_new_tokens": 4, "temperature": 0}, **fields}
-    answer = requests.post(f"{engine.url}/generate", json=body, timeout=120)
+    answer = requests.post(f"{engine.url}/generate", json=body, timeout=HANG_S)
     assert answer.ok, answer.text
     told = [one["meta_info"] for one in answer.json()]
     sizes = [one["prompt_tokens"] for one in told]
@@ -89,7 +90,7 @@ def test_two_tenants_do_not_wait_for_each_others_prefixes(fresh: Engine) -> None
 
 
 def awaited(engine: Engine) -> float:
-    page = requests.get(f"{engine.url}/metrics", timeout=60).text
+    page = requests.get(f"{engine.url}/metrics", timeout=HANG_S).text
     lines = [
         line for line in page.splitlines() if line.startswith("sgl_ext_prefixes_awaited_total")
     ]

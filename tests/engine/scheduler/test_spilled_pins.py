@@ -24,6 +24,7 @@ from sgl_ext.wire.orders import SETTINGS_PATH
 from tests.engine.scheduler.test_event_publisher import POOL, Engine, running_engine
 from tests.engine.scheduler.test_pins import Kind
 from tests.kinds import slow_but_for
+from tests.waiting import HANG_S
 from tests.waiting import until as until_within
 
 RATIO = 3
@@ -79,25 +80,25 @@ class Spilling:
         sampling = {"max_new_tokens": answer, "temperature": 0, "ignore_eos": True}
         body = {"input_ids": ids, "sampling_params": sampling, **more}
         headers = {"x-sgl-ext-session-id": session} if session else {}
-        got = requests.post(f"{self.url}/generate", json=body, headers=headers, timeout=120)
+        got = requests.post(f"{self.url}/generate", json=body, headers=headers, timeout=HANG_S)
         assert got.ok, got.text
         return got.json()
 
     def pins(self) -> list[dict[str, Any]]:
-        rows: list[dict[str, Any]] = requests.get(self.url + PATH, timeout=60).json()["pins"]
+        rows: list[dict[str, Any]] = requests.get(self.url + PATH, timeout=HANG_S).json()["pins"]
         return rows
 
     def tiers(self) -> list[str]:
         return sorted(row["tier"] for row in self.pins())
 
     def counted(self, name: str) -> float:
-        page = requests.get(f"{self.url}/metrics", timeout=60).text
+        page = requests.get(f"{self.url}/metrics", timeout=HANG_S).text
         values = dict(line.rsplit(" ", 1) for line in page.splitlines() if not line.startswith("#"))
         return sum(float(values[key]) for key in values if key.startswith(f"sgl_ext_{name}"))
 
     def change(self, **values: float) -> None:
         version = {"number": time.time_ns(), "values": values}
-        answer = requests.post(self.url + SETTINGS_PATH, json=version, timeout=60)
+        answer = requests.post(self.url + SETTINGS_PATH, json=version, timeout=HANG_S)
         assert answer.json() == {"applied": True, "why": ""}
 
     def flood(self, tokens: int = (RATIO + 2) * POOL) -> None:
@@ -119,7 +120,7 @@ class Spilling:
         return meta["cached_tokens"], details["host"], answer["output_ids"]
 
     def flush(self) -> None:
-        requests.post(f"{self.url}/flush_cache", timeout=60).raise_for_status()
+        requests.post(f"{self.url}/flush_cache", timeout=HANG_S).raise_for_status()
 
     def assert_sound(self) -> None:
         assert self._engine.server.running()
@@ -230,11 +231,13 @@ def test_what_ends_a_spilled_pin_frees_its_host_memory(engine: Spilling, ending:
     (spilled,) = [row for row in engine.pins() if row["session"] == "s"]
     if ending == "deletion":
         named = {"prefix": spilled["prefix"]}
-        assert requests.delete(engine.url + PATH, params=named, timeout=60).json() == {"deleted": 1}
+        assert requests.delete(engine.url + PATH, params=named, timeout=HANG_S).json() == {
+            "deleted": 1
+        }
     elif ending == "session":
         body = {"input_ids": [7] * 40, "sampling_params": {"max_new_tokens": 1}}
         final = {"x-sgl-ext-session-id": "s", "x-sgl-ext-session-final": "true"}
-        requests.post(f"{engine.url}/generate", json=body, headers=final, timeout=60)
+        requests.post(f"{engine.url}/generate", json=body, headers=final, timeout=HANG_S)
     elif ending == "demotion":
         engine.ask(ids, session="s", **_hint("kv.demote", {}))
     elif ending == "budget":

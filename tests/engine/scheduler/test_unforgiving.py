@@ -23,6 +23,7 @@ from sgl_ext.protocols.routes import PREFILL
 from sgl_ext.settings.schema import EngineSettings
 from tests.engine.scheduler.test_event_publisher import Engine, running_engine
 from tests.engine.scheduler.test_pins import MESSAGES, Pinning, block, until
+from tests.waiting import HANG_S
 
 POOL, CHUNK = 9216, 512
 PREFIX, NEW, HELD, ANSWER = 2048, 4500, 2400, 300
@@ -93,7 +94,7 @@ def answer(url: str, name: str, priority: int = 0) -> tuple[Any, Any]:
     body = REQUESTS[name]
     path = MESSAGES if "messages" in body else "/generate"
     headers = {"x-sgl-ext-priority": str(priority)}
-    response = requests.post(url + path, json=body, headers=headers, timeout=120)
+    response = requests.post(url + path, json=body, headers=headers, timeout=HANG_S)
     assert response.ok, response.text
     found = response.json()
     if path == MESSAGES:

@@ -19,7 +19,7 @@ from tests.engine.scheduler.test_event_publisher import (
     text,
 )
 from tests.kinds import slow_but_for
-from tests.waiting import until
+from tests.waiting import HANG_S, until
 
 POOL, HOST_POOL = 4096, 4
 CORES = {"rust": {}, "python": {"SGLANG_UNIFIED_RADIX_TREE_CORE_BACKEND": "python"}}
@@ -181,11 +181,13 @@ def test_a_balancer_sends_a_request_where_its_prefix_is_on_the_host(
     ):
 
         def explained() -> dict[str, dict[str, Any]]:
-            answer = requests.post(f"{balancer.url}/sgl_ext/explain{path}", json=asked, timeout=60)
+            answer = requests.post(
+                f"{balancer.url}/sgl_ext/explain{path}", json=asked, timeout=HANG_S
+            )
             return {row["name"]: row for row in answer.json()["workers"]}
 
         def workers() -> dict[str, dict[str, Any]]:
-            answer = requests.get(f"{balancer.url}/sgl_ext/workers", timeout=60)
+            answer = requests.get(f"{balancer.url}/sgl_ext/workers", timeout=HANG_S)
             return {row["url"]: row for row in answer.json()["workers"]}
 
         until(lambda: all(row["publishes_prefixes"] for row in workers().values()))
@@ -202,6 +204,6 @@ def test_a_balancer_sends_a_request_where_its_prefix_is_on_the_host(
         other = next(row for row in rows.values() if row["name"] != name)
         assert other["host_tokens"] == 0
         assert rows[name]["cost"] < other["cost"]
-        answer = requests.post(balancer.url + path, json=asked, timeout=60)
+        answer = requests.post(balancer.url + path, json=asked, timeout=HANG_S)
         assert answer.json()["usage"]["cache_read_input_tokens"] > 300
         until(lambda: explained()[name]["held_tokens"] > 300)

@@ -17,6 +17,7 @@ from scheduler.load_cost import LEAST, MOST
 from sgl_ext.protocols.routes import PREFILL
 from sgl_ext.settings.schema import EngineSettings
 from tests.engine.scheduler.test_event_publisher import Engine, Watch, running_engine, text
+from tests.waiting import HANG_S
 from tests.waiting import until as until_within
 
 POOL, LENGTH, SLICE = 6000, 1500, 128
@@ -43,7 +44,7 @@ class Serving:
         self._log = log
 
     def post(self, path: str, body: Any) -> dict[str, Any]:
-        answer = requests.post(self.url + path, json=body, timeout=120)
+        answer = requests.post(self.url + path, json=body, timeout=HANG_S)
         assert answer.ok, answer.text
         result: dict[str, Any] = answer.json()
         return result
@@ -70,16 +71,16 @@ class Serving:
         sampling = {"max_new_tokens": 4000, "temperature": 0, "ignore_eos": True}
         body = {"input_ids": [7] * 16, "rid": name, "sampling_params": sampling}
         with ThreadPoolExecutor(1) as pool, self.gate.closed():
-            pool.submit(requests.post, f"{self.url}/generate", json=body, timeout=120)
+            pool.submit(requests.post, f"{self.url}/generate", json=body, timeout=HANG_S)
             self.gate.answer(name)
             try:
                 yield
             finally:
-                requests.post(f"{self.url}/abort_request", json={"rid": name}, timeout=60)
+                requests.post(f"{self.url}/abort_request", json={"rid": name}, timeout=HANG_S)
                 self.gate.open()
 
     def metric(self, name: str) -> float:
-        page = requests.get(f"{self.url}/metrics", timeout=60).text
+        page = requests.get(f"{self.url}/metrics", timeout=HANG_S).text
         (line,) = [one for one in page.splitlines() if one.startswith(f"sgl_ext_{name}")]
         return float(line.split()[-1])
 
@@ -154,7 +155,7 @@ def test_nothing_is_loaded_ahead_while_a_request_runs(serving: Serving) -> None:
     serving.spill()
     before = serving.metric("loaded_ahead_tokens_total")
     with serving.busy():
-        requests.post(f"{serving.url}{PREFILL}?wait=false", json=prompt, timeout=60)
+        requests.post(f"{serving.url}{PREFILL}?wait=false", json=prompt, timeout=HANG_S)
         assert serving.metric("loaded_ahead_tokens_total") == before
     until(lambda: serving.metric("loaded_ahead_tokens_total") > before)
 

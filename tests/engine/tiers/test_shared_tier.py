@@ -18,7 +18,7 @@ from sgl_ext.engine.tiers.page_folder import cost_of
 from sgl_ext.settings.shared_tier import FOLDER_VARIABLE, tier_flags
 from tests.engine.scheduler.test_event_publisher import Engine, Watch, running_engine, text
 from tests.kinds import slow_but_for
-from tests.waiting import until
+from tests.waiting import HANG_S, until
 
 LENGTH, PAGE, MIB = 1500, 16, 1 << 20
 FLAGS = ("--enable-hierarchical-cache", "--hicache-ratio", "2", "--page-size", str(PAGE))
@@ -40,11 +40,11 @@ class Serving:
         return answer["output_ids"], details.get("storage", 0)
 
     def flush(self) -> None:
-        requests.post(f"{self.engine.url}/flush_cache", timeout=60).raise_for_status()
+        requests.post(f"{self.engine.url}/flush_cache", timeout=HANG_S).raise_for_status()
 
     def count(self, result: str) -> float:
         name = f'sgl_ext_shared_tier_pages_total{{result="{result}"'
-        page = requests.get(f"{self.engine.url}/metrics", timeout=60).text
+        page = requests.get(f"{self.engine.url}/metrics", timeout=HANG_S).text
         lines = (line for line in page.splitlines() if line.startswith(name))
         return sum(float(line.split()[-1]) for line in lines)
 

@@ -12,6 +12,8 @@ import requests
 from sgl_ext_cpu.envoy import configured, install_envoy, running_envoy
 from sgl_ext_cpu.node import Node, free_port, is_healthy, running_process
 
+from tests.waiting import HANG_S
+
 pytestmark = pytest.mark.installs
 
 
@@ -47,18 +49,18 @@ def test_a_conversation_is_answered_as_without_a_gateway_and_from_the_cache(
     }
     with requests.Session() as client:
         client.headers["x-session-id"] = "through-envoy"
-        first = client.post(f"{url}/v1/messages", json=body, timeout=120)
+        first = client.post(f"{url}/v1/messages", json=body, timeout=HANG_S)
         assert first.status_code == 200, first.text
         answer = first.json()
         body["messages"] += [  # type: ignore[operator]
             {"role": "assistant", "content": answer["content"]},
             {"role": "user", "content": "And again."},
         ]
-        second = client.post(f"{url}/v1/messages", json=body, timeout=120).json()
+        second = client.post(f"{url}/v1/messages", json=body, timeout=HANG_S).json()
     direct = node.post("/v1/messages", body).json()
     assert second["content"] == direct["content"]
     assert second["usage"]["cache_read_input_tokens"] > 0, "the turn came to the same engine"
-    page = requests.get(f"{picker}/metrics", timeout=30).text
+    page = requests.get(f"{picker}/metrics", timeout=HANG_S).text
     assert 'sgl_ext_placements_total{reason="home"} 1.0' in page
     assert 'sgl_ext_requests_total{path="/v1/messages",status="200"} 2.0' in page
 
@@ -70,5 +72,5 @@ def test_a_stream_passes_and_an_error_has_its_protocols_shape(gateway: tuple[str
         f"{url}/v1/chat/completions", json={**body, "stream": True}, timeout=120
     )
     assert streamed.text.endswith("data: [DONE]\n\n")
-    wrong = requests.post(f"{url}/v1/messages", json={**body, "max_tokens": "x"}, timeout=120)
+    wrong = requests.post(f"{url}/v1/messages", json={**body, "max_tokens": "x"}, timeout=HANG_S)
     assert (wrong.status_code, wrong.json()["type"]) == (400, "error")

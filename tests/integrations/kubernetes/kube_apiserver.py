@@ -19,6 +19,8 @@ from cryptography.hazmat.primitives import serialization
 from cryptography.hazmat.primitives.asymmetric import rsa
 from sgl_ext_cpu.node import free_port, running_process
 
+from tests.waiting import HANG_S
+
 ADMIN, USER = "admin-token", "balancer-token"
 BALANCER = "system:serviceaccount:serving:balancer"
 
@@ -47,7 +49,7 @@ class Cluster:
         )
         context = ssl.create_default_context(cafile=str(self.certificate))
         context.check_hostname = False
-        with urllib.request.urlopen(request, timeout=60, context=context) as answer:
+        with urllib.request.urlopen(request, timeout=HANG_S, context=context) as answer:
             return json.load(answer)
 
     def compact(self) -> None:
@@ -57,7 +59,7 @@ class Cluster:
 
     def _etcd(self, path: str, body: Any) -> Any:
         data = json.dumps(body).encode()
-        with urllib.request.urlopen(f"{self._store}/v3/kv/{path}", data, timeout=60) as answer:
+        with urllib.request.urlopen(f"{self._store}/v3/kv/{path}", data, timeout=HANG_S) as answer:
             return json.load(answer)
 
     def is_ready(self) -> bool:

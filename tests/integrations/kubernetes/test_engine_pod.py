@@ -27,7 +27,7 @@ from tests.integrations.kubernetes.kubernetes_api import (
     endpoint_slice,
     write_kubeconfig,
 )
-from tests.waiting import until
+from tests.waiting import HANG_S, until
 
 CLIENTS = 6
 
@@ -40,7 +40,7 @@ def running_api(kubeconfig: Path) -> Iterator[Callable[..., None]]:
     thread.start()
 
     def run(work: Any) -> Any:
-        return asyncio.run_coroutine_threadsafe(work, loop).result(60)
+        return asyncio.run_coroutine_threadsafe(work, loop).result(HANG_S)
 
     async def call(method: str, *args: Any) -> None:
         getattr(api, method)(*args)
@@ -109,7 +109,7 @@ def test_no_request_is_lost_when_an_engine_s_pod_terminates_under_load(
     monkeypatch.setenv("KUBECONFIG", str(tmp_path / "config"))
 
     def workers() -> dict[str, Any]:
-        rows = requests.get(f"{balancer.url}/sgl_ext/workers", timeout=60).json()["workers"]
+        rows = requests.get(f"{balancer.url}/sgl_ext/workers", timeout=HANG_S).json()["workers"]
         return {row["id"].partition("@")[0]: row for row in rows}
 
     with ExitStack() as stack:

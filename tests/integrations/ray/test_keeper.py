@@ -286,13 +286,15 @@ async def test_a_hurried_end_waits_for_no_engine(monkeypatch: pytest.MonkeyPatch
     scene = Scene()
     await scene.begin()
 
+    hangs, hurry = asyncio.Event(), asyncio.Event()
+
     async def hang(*_: object) -> None:
+        hangs.set()
         await asyncio.Event().wait()
 
     monkeypatch.setattr(scene.actors, "ask", hang)
-    hurry = asyncio.Event()
     ending = asyncio.create_task(scene.keeper.end(hurry, only_own=False))
-    await asyncio.sleep(0.01)
+    await hangs.wait()
     assert not ending.done()
     hurry.set()
     await ending

@@ -23,7 +23,7 @@ import requests
 from sgl_ext_cpu.node import FORKING, ROOT, free_port, running_process
 from sgl_ext_cpu.nursery import Nursery
 
-from tests.waiting import until
+from tests.waiting import HANG_S, until
 
 pytest.importorskip("ray")
 
@@ -72,7 +72,7 @@ class Load:
         body["messages"] = [{"role": "user", "content": text}]
         lines: list[bytes] = []
         try:
-            with requests.post(self._url, json=body, stream=True, timeout=120) as answer:
+            with requests.post(self._url, json=body, stream=True, timeout=HANG_S) as answer:
                 lines += [answer.reason.encode()] if not answer.ok else []
                 lines += filter(None, answer.iter_lines())
                 began, whole = answer.ok, b"message_stop" in lines[-1]
@@ -96,7 +96,7 @@ class Fleet:
 
     def workers(self) -> dict[str, bool]:
         """The engines that the balancer knows, and whether they are ready."""
-        workers = requests.get(f"{self.url}/health", timeout=30).json()["workers"]
+        workers = requests.get(f"{self.url}/health", timeout=HANG_S).json()["workers"]
         return {worker["id"]: worker["ready"] for worker in workers}
 
     def serve(self, count: int) -> bool:
@@ -170,7 +170,7 @@ def test_the_engines_are_on_two_nodes_and_answer_their_balancer_alone(fleet: Fle
     assert "wanted: 2 engines of generation 0" in shown
     assert shown.count(": ready at http://") == 2
     url = shown.split(": ready at ")[1].split(",")[0]
-    assert requests.get(f"{url}/v1/models", timeout=30).status_code == 401
+    assert requests.get(f"{url}/v1/models", timeout=HANG_S).status_code == 401
     with fleet.load() as load:
         pass
     assert load.outcomes["whole"] == load.outcomes.total(), load.examples
@@ -247,7 +247,7 @@ def test_sigterm_ends_the_engines_and_leaves_nothing(fleet: Fleet) -> None:
     engines = [process for process in psutil.process_iter() if _is_own(process)]
     assert engines
     fleet.launcher.send_signal(signal.SIGTERM)
-    assert fleet.launcher.wait(timeout=120) == 0
+    assert fleet.launcher.wait(timeout=HANG_S) == 0
     _, alive = psutil.wait_procs(engines, timeout=30)
     assert alive == []
     shown = fleet.command("show")
