@@ -72,7 +72,8 @@ def main(argv: list[str] | None = None) -> None:
         try:
             reject_foreign_packages()
             settings = launch_settings(argv)
-            check_given_flags(settings.engine_args, argv, config_of(argv), launch_flags())
+            for one in settings.of_models:
+                check_given_flags(one.engine_args, argv, config_of(argv), launch_flags())
         except SettingsError as error:
             say_error(error)
             raise SystemExit(WRONG_COMMAND) from None
@@ -275,7 +276,7 @@ async def _check_engine(settings: LaunchSettings) -> None:
 def _why_no_restarts(settings: LaunchSettings) -> str:
     """Why this launcher restarts no engines; "" if it does."""
     if settings.ray_address is None:
-        return why_one_start(settings)
+        return next(filter(None, map(why_one_start, settings.of_models)), "")
     command = f"--ray-address {settings.ray_address} --ray-fleet {settings.ray_fleet} restart"
     return f"The engines run on Ray: python -m sgl_ext.fleet {command}"
 

@@ -6,7 +6,7 @@ import re
 import shutil
 import subprocess
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from difflib import get_close_matches
 from pathlib import Path
 
@@ -15,7 +15,7 @@ from sgl_ext.node.flags import check_addresses, check_flags, values_of
 from sgl_ext.node.hardware import (
     CPU_PLATFORM,
     Hardware,
-    check_capacity,
+    divide,
     find_hardware,
     gpus_of_engine,
 )
@@ -29,19 +29,38 @@ from sgl_ext.sizing.model import SizingError, model_folder, read_config, weight_
 def check_start(settings: LaunchSettings) -> tuple[Hardware | None, list[str]]:
     """The devices for the engines, None if they run on other machines, and what the operator should
     know. Raises SettingsError for what would end the start; what takes seconds comes last."""
-    check_addresses(settings)
-    check_shared_tier(settings)
+    parts = settings.of_models
+    for one in parts:
+        with _of_model(one):
+            check_addresses(one)
+            check_shared_tier(one)
     notes = [check_disks(settings)]
     found = None
     if settings.ray_address is None:
-        notes.append(check_model(settings))
+        for one in parts:
+            with _of_model(one):
+                notes.append(check_model(one))
         found = find_hardware(settings)
-        check_capacity(settings, found)
-        check_memory(settings, found)
-        check_gpus(settings, found)
-        notes.append(check_host_pools(settings, found))
+        free = free_memory()
+        for one, devices in divide(settings, found):
+            with _of_model(one):
+                needed = check_memory(one, devices, free)
+                free = None if free is None else free - needed
+                check_gpus(one, devices)
+                notes.append(check_host_pools(one, devices))
         notes.insert(0, found.reason)
     return found, [note for note in notes if note]
+
+
+@contextmanager
+def _of_model(settings: LaunchSettings) -> Iterator[None]:
+    """Has an error name the model of these settings, if there are others."""
+    try:
+        yield
+    except SettingsError as error:
+        if not settings.served_name:
+            raise
+        raise SettingsError(f"[[models]] {settings.served_name}: {error}") from None
 
 
 def check_restart(settings: LaunchSettings) -> None:
@@ -194,12 +213,12 @@ def check_disks(settings: LaunchSettings) -> str:
     return ""
 
 
-def check_memory(settings: LaunchSettings, found: Hardware, free: int | None = None) -> None:
-    """Raises SettingsError if the machine's memory does not hold the engines' processes, and on the
-    CPU their weights."""
+def check_memory(settings: LaunchSettings, found: Hardware, free: int | None = None) -> int:
+    """The memory that the engines' processes take, and on the CPU their weights. Raises
+    SettingsError if the machine's does not hold them."""
     free = free_memory() if free is None else free
     if free is None:
-        return
+        return 0
     weights = 0
     if found.platform == CPU_PLATFORM:
         weights = _weights(settings) or 0
@@ -216,6 +235,7 @@ def check_memory(settings: LaunchSettings, found: Hardware, free: int | None = N
         engines = f"{shown(settings.instances * each)} for the engines' processes"
         have = f"{shown(free)} of memory are free, less {engines}"
         raise SettingsError(f"shared_tier_bytes={settings.shared_tier_bytes}: {have}")
+    return settings.instances * each
 
 
 def check_gpus(settings: LaunchSettings, found: Hardware) -> None:

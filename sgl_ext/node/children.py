@@ -28,7 +28,7 @@ _COMMAND_VARIABLES = ("SGL_EXT_URL", "SGL_EXT_API_KEY")
 class Engine(Child):
     """One engine. It keeps its port, its devices and its log over all its starts.
 
-    settings: the node's settings as its next start uses them.
+    settings: those of its model, as its next start uses them. launched: as its first one did.
     """
 
     def __init__(
@@ -38,12 +38,16 @@ class Engine(Child):
         index: int,
         port: int,
         log: Path,
+        number: int | None = None,
     ) -> None:
+        """index: among the engines of its model. number: among those of the node."""
+        self.launched = settings
         self._found = found
         self._port = port
         environment = hardware.engine_environment(settings, found, index)
         url = f"http://{reachable(settings.engine_host, port)}"
-        super().__init__(f"engine-{index}", (), environment, log, url, _COMMAND_VARIABLES)
+        name = f"engine-{index if number is None else number}"
+        super().__init__(name, (), environment, log, url, _COMMAND_VARIABLES)
         self.configure(settings)
 
     def configure(self, settings: LaunchSettings) -> None:
@@ -79,14 +83,15 @@ class EngineList:
     """The file that lists the node's engines, which its balancer watches: `membership.file`.
 
     node: tells its engines from those of other nodes, whose balancers may share a store with it.
-    restarting: the names of engines that get no new requests now, and will again.
+    restarting: the names of engines that get no new requests now, and will again; and the model
+        that each serves then.
     """
 
     def __init__(self, path: Path, engines: Sequence[Child], node: str) -> None:
         self._path = path
         self._engines = engines
         self._node = node
-        self.restarting: set[str] = set()
+        self.restarting: dict[str, str] = {}
         # Without engines of the node's own there is nothing to list.
         self._written: tuple[Member, ...] | None = None if engines else ()
 
@@ -101,6 +106,7 @@ class EngineList:
             Member(
                 id=self.id_of(engine),
                 url=engine.url,
+                model=self.restarting.get(engine.name) or _model_of(engine),
                 state="restarting" if engine.name in self.restarting else "ready",
             )
             for engine in self._engines
@@ -109,6 +115,10 @@ class EngineList:
         if members != self._written:
             write_members(self._path, members)
             self._written = members
+
+
+def _model_of(engine: Child) -> str:
+    return served_model(engine.settings) if isinstance(engine, Engine) else ""
 
 
 def make_children(
@@ -149,11 +159,17 @@ def make_children(
 
 
 def _node_engines(settings: LaunchSettings, found: hardware.Hardware, logs: Path) -> list[Engine]:
-    first, beside = settings.balancer.port + 1, ports_beside(settings.engine_args)
-    ports = free_ports(first, settings.instances, settings.engine_host, beside)
+    first = settings.balancer.port + 1
+    beside = {port for one in settings.of_models for port in ports_beside(one.engine_args)}
+    ports = free_ports(first, settings.instances, settings.engine_host, tuple(sorted(beside)))
+    places = [
+        (own, devices, index)
+        for own, devices in hardware.divide(settings, found)
+        for index in range(own.instances)
+    ]
     return [
-        Engine(settings, found, index, port, new_log(logs / f"engine-{index}.log"))
-        for index, port in enumerate(ports)
+        Engine(own, devices, index, port, new_log(logs / f"engine-{number}.log"), number)
+        for number, ((own, devices, index), port) in enumerate(zip(places, ports, strict=True))
     ]
 
 

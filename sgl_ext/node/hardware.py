@@ -21,6 +21,7 @@ from msgspec import Struct
 from sgl_ext.node.flags import sizes_given
 from sgl_ext.settings.schema import LaunchSettings, SettingsError
 from sgl_ext.settings.shared_tier import tier_flags
+from sgl_ext.settings.sources import gpu_names
 
 CPU_PLATFORM = "sgl_ext_cpu"
 NO_GPUS = {"CUDA_VISIBLE_DEVICES": "", "HIP_VISIBLE_DEVICES": ""}
@@ -46,13 +47,14 @@ class Hardware(NamedTuple):
     """The devices for engines: ids of GPUs or MIG slices, or the name of an SGLang platform.
 
     reason: what was chosen, and why, in a line for people. variable: the one that gives an engine
-    its devices.
+    its devices. ranks: of all engines that share the CPU's cores; 0: those of one model.
     """
 
     gpus: tuple[str, ...]
     platform: str | None = None
     reason: str = ""
     variable: str = _CUDA
+    ranks: int = 0
 
 
 class EngineGpus(NamedTuple):
@@ -228,6 +230,41 @@ def check_capacity(settings: LaunchSettings, hardware: Hardware) -> None:
         )
 
 
+def divide(settings: LaunchSettings, found: Hardware) -> list[tuple[LaunchSettings, Hardware]]:
+    """The engines' settings of each model, with the devices for them.
+
+    Models get the GPUs that they name, and the others those that are left, in order. Raises
+    SettingsError for a GPU that is not there, and for too few.
+    """
+    parts = settings.of_models
+    if len(parts) == 1 and not settings.models:
+        check_capacity(settings, found)
+        return [(settings, found)]
+    named = {model.name: gpu_names(model.gpus) for model in settings.models}
+    taken = [gpu for gpus in named.values() for gpu in gpus]
+    for name, gpus in named.items():
+        if missing := [gpu for gpu in gpus if gpu not in found.gpus]:
+            there = ", ".join(found.gpus) or "none: engines run on the CPU"
+            raise SettingsError(f"[[models]] {name}: gpus: no GPU {missing[0]}; there are {there}")
+    left = [gpu for gpu in found.gpus if gpu not in taken]
+    ranks = sum(one.instances * gpus_of_engine(one).gpus for one in parts)
+    divided = []
+    for one in parts:
+        own = named[one.served_name]
+        if found.gpus and not own:
+            count = one.instances * gpus_of_engine(one).gpus
+            own, left = left[:count], left[count:]
+        part = found._replace(gpus=tuple(own), ranks=ranks)
+        try:
+            check_capacity(one, part)
+            if found.gpus and not own:
+                raise SettingsError("no GPU is left for its engines")
+        except SettingsError as error:
+            raise SettingsError(f"[[models]] {one.served_name}: {error}") from None
+        divided.append((one, part))
+    return divided
+
+
 def engine_command(settings: LaunchSettings, hardware: Hardware, port: int) -> list[str]:
     """The command line of one engine. SGLang's flags from the user come last and win."""
     command = [sys.executable, "-m", "sgl_ext.engine.serve", "--model-path", settings.model_path]
@@ -254,13 +291,14 @@ def engine_environment(settings: LaunchSettings, hardware: Hardware, index: int)
     if hardware.platform:
         environment["SGLANG_PLATFORM"] = hardware.platform
     if hardware.platform == CPU_PLATFORM:
-        environment |= NO_GPUS | _cores_of(settings, index)
+        environment |= NO_GPUS | _cores_of(settings, index, hardware.ranks)
     return environment
 
 
-def _cores_of(settings: LaunchSettings, index: int) -> dict[str, str]:
+def _cores_of(settings: LaunchSettings, index: int, ranks: int = 0) -> dict[str, str]:
     """The threads of engine `index`: engines that compete for cores slow each other down."""
-    cores, ranks = os.cpu_count() or 1, settings.instances * gpus_of_engine(settings).gpus
+    cores = os.cpu_count() or 1
+    ranks = ranks or settings.instances * gpus_of_engine(settings).gpus
     waiting = {} if {_SPINS, "OMP_WAIT_POLICY"} & os.environ.keys() else {_SPINS: _FEW_SPINS}
     if {"OMP_NUM_THREADS", _RANK_CORES} & os.environ.keys():
         return waiting

@@ -56,7 +56,8 @@ def summary(settings: LaunchSettings, engines: Sequence[Child], address: str) ->
     """The panel that stays on the screen once a node has started."""
     table = Table.grid(padding=(0, 2))
     table.add_row("address", address)
-    table.add_row("model", settings.model_name)
+    names = [model.name for model in settings.models] or [settings.model_name]
+    table.add_row("models" if len(names) > 1 else "model", "  ".join(names))
     if settings.ray_address is None:
         table.add_row("engines", "  ".join(engine.url for engine in engines))
     else:

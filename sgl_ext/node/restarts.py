@@ -6,8 +6,9 @@
 
 Requests that find no other engine wait in the balancer's queue.
 
-A node serves one model. If the new one has another name, the first half of the engines start with
-it and are held back; then they take over at once, and the other half restarts after that.
+If the new model of a node of one has another name, the first half of the engines start with it and
+are held back; then they take over at once, and the other half restarts after that. Of a node of
+several models, the engines of one restart while the others serve, and the names stay.
 
 A `Replacement` replaces one engine by one with other settings, while the others serve. An engine
 that drains is listed as `restarting`: every balancer process sends it no new request, and ends its
@@ -49,12 +50,14 @@ class Order(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     """What a caller wants.
 
     engine: the name, id or URL of one engine; None: all, one after another.
+    model: the name of a model, whose engines restart; None: of all.
     model_path: None: the one that each engine has.
     engine_args: SGLang's flags after those of the launcher's own start, where the later of two
         wins; () are the launcher's alone. None: those that each engine has.
     """
 
     engine: str | None = None
+    model: str | None = None
     model_path: str | None = None
     engine_args: tuple[str, ...] | None = None
 
@@ -92,8 +95,12 @@ def plan_restart(
     refuse, for another model on one engine of several, and for changes that anyone could order.
     """
     _require_key(order, launched)
-    chosen = _chosen(order.engine, engines, ids)
-    steps = [(engine, _changed(engine.settings, order, launched)) for engine in chosen]
+    chosen = _chosen(order, engines, ids)
+    if order.model_path is not None and len({engine.launched for engine in chosen}) > 1:
+        known = ", ".join(dict.fromkeys(served_model(engine.settings) for engine in engines))
+        message = f"model_path={order.model_path!r}: name the model that gets it: {known}"
+        raise RestartRefused(HTTPStatus.BAD_REQUEST, message)
+    steps = [(engine, _changed(engine, order)) for engine in chosen]
     for engine, settings in {settings: (engine, settings) for engine, settings in steps}.values():
         try:
             check_launch(settings)
@@ -103,6 +110,10 @@ def plan_restart(
     served = {served_model(engine.settings) for engine in engines}
     if {served_model(settings) for _, settings in steps} <= served:
         return Plan(steps, [])
+    if launched.models:
+        new = next(name for _, one in steps if (name := served_model(one)) not in served)
+        message = f"engine_args: {new!r}: of several models each keeps its name"
+        raise RestartRefused(HTTPStatus.BAD_REQUEST, message)
     if len(chosen) < len(engines):
         new, old = served_model(steps[0][1]), ", ".join(sorted(served))
         reason = f"a node serves one model: restart all engines, or serve {new} as {old}"
@@ -131,9 +142,15 @@ def _require_key(order: Order, launched: LaunchSettings) -> None:
         raise RestartRefused(HTTPStatus.FORBIDDEN, message)
 
 
-def _chosen(
-    name: str | None, engines: Sequence[Engine], ids: Mapping[str, str]
-) -> Sequence[Engine]:
+def _chosen(order: Order, engines: Sequence[Engine], ids: Mapping[str, str]) -> Sequence[Engine]:
+    name = order.engine
+    if order.model is not None:
+        served = {engine: served_model(engine.settings) for engine in engines}
+        engines = [engine for engine in engines if served[engine] == order.model]
+        if not engines:
+            known = ", ".join(dict.fromkeys(served.values()))
+            message = f"model={order.model!r}: must be one of {known}"
+            raise RestartRefused(HTTPStatus.NOT_FOUND, message)
     if name is None:
         return engines
     found = [each for each in engines if name in (each.name, ids[each.name], each.url)]
@@ -143,7 +160,8 @@ def _chosen(
     return found
 
 
-def _changed(settings: LaunchSettings, order: Order, launched: LaunchSettings) -> LaunchSettings:
+def _changed(engine: Engine, order: Order) -> LaunchSettings:
+    settings, launched = engine.settings, engine.launched
     if order.model_path is not None:
         settings = replace(settings, model_path=order.model_path)
     if order.engine_args is not None:
@@ -205,7 +223,7 @@ class Replacement:
         """
         await self._require_other(engine)
         self.keepers.pause(engine)
-        self.listed.restarting.add(engine.name)
+        self.listed.restarting[engine.name] = served_model(settings)
         if engine.exit_code is None:
             await self._drain(engine, step)
             self.note(step, "stopping", step.reason)
@@ -271,7 +289,7 @@ class Replacement:
 
     def release(self, engine: Engine) -> None:
         """Lets the balancer use an engine, and lets it be started again if it ends."""
-        self.listed.restarting.discard(engine.name)
+        self.listed.restarting.pop(engine.name, None)
         self.keepers.resume(engine)
 
     async def until_used(self, engine: Engine) -> None:
@@ -292,7 +310,7 @@ class Replacement:
 
     async def _require_other(self, engine: Engine) -> None:
         """Raises EngineUnused if an engine serves, and none of the others would in its place."""
-        others = [e for e in self.engines if e is not engine]
+        others = [e for e in self.engines if e is not engine and e.launched == engine.launched]
         others = [e for e in others if e.name not in self.listed.restarting]
         if engine.name in self.listed.restarting or not others:
             return
@@ -421,7 +439,8 @@ class Restarts:
         self.replacement.say(
             "the engines with the new model serve from now on, and the others drain"
         )
-        self.replacement.listed.restarting = {engine.name for engine, _ in plan.rest}
+        restarting = {engine.name: served_model(settings) for engine, settings in plan.rest}
+        self.replacement.listed.restarting = restarting
         for engine in changed:
             step = steps[engine.name]
             try:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -19,7 +20,13 @@ from sgl_ext.node.hardware import (
     gpus_of_engine,
     list_devices,
 )
-from sgl_ext.settings.schema import EngineSettings, LaunchSettings, SettingsError, Tenant
+from sgl_ext.settings.schema import (
+    EngineSettings,
+    LaunchSettings,
+    Model,
+    SettingsError,
+    Tenant,
+)
 
 SETTINGS = LaunchSettings(model_path="m")
 CUDA = Seen(count=8, version="2.13.0+cu130", cuda="13.0")
@@ -265,3 +272,54 @@ def test_a_torch_that_cannot_be_imported_is_named(tmp_path: Path) -> None:
     seen = ask_torch({**os.environ, "PYTHONPATH": str(tmp_path)})
     assert seen.problem == "torch cannot be imported: ImportError: libcudart.so.13: not found"
     assert "within 0.001 s" in ask_torch(os.environ, 0.001).problem
+
+
+def of_models(*models: Model) -> LaunchSettings:
+    return LaunchSettings(model_path="m", models=models)
+
+
+def divided(found: Hardware, *models: Model) -> dict[str, tuple[str, ...]]:
+    parts = hardware.divide(of_models(*models), found)
+    return {settings.model_name: own.gpus for settings, own in parts}
+
+
+def test_models_get_the_gpus_that_they_name_and_the_others_those_that_are_left() -> None:
+    eight = Hardware(tuple("01234567"))
+    large = Model(name="large", path="m", instances=2, tp=2)
+    small, other = Model(name="small", path="m", gpus="1,4"), Model(name="other", path="m")
+    found = divided(eight, large, replace(small, instances=2), Model(name="far"), other)
+    assert found == {"large": ("0", "2", "3", "5"), "small": ("1", "4"), "other": ("6",)}
+
+
+@pytest.mark.parametrize(
+    ("models", "message"),
+    [
+        ((Model(name="a", path="m", gpus="9"),), "a: gpus: no GPU 9; there are 0, 1"),
+        ((Model(name="a", path="m", tp=4),), "a: instances=1: with tp=4 this needs 4 GPUs"),
+        (
+            (Model(name="a", path="m", tp=2), Model(name="b", path="m")),
+            "b: no GPU is left for its engines",
+        ),
+        ((Model(name="a", path="m", gpus="0", tp=2),), "a: instances=1: with tp=2 this needs 2"),
+    ],
+)
+def test_too_few_gpus_of_a_model_are_an_error_with_its_name(
+    models: tuple[Model, ...], message: str
+) -> None:
+    with pytest.raises(SettingsError, match=re.escape(message)):
+        divided(Hardware(("0", "1")), *models)
+
+
+def test_the_engines_of_all_models_share_the_cores(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    monkeypatch.delenv("SGLANG_CPU_OMP_THREADS_BIND", raising=False)
+    monkeypatch.setattr(os, "cpu_count", lambda: 8)
+    models = Model(name="a", path="m", instances=3), Model(name="b", path="m")
+    for settings, own in hardware.divide(of_models(*models), Hardware((), CPU_PLATFORM)):
+        environment = hardware.engine_environment(settings, own, 0)
+        assert environment["OMP_NUM_THREADS"] == "2"
+
+
+def test_gpus_on_a_cpu_are_refused() -> None:
+    with pytest.raises(SettingsError, match="no GPU 0; there are none: engines run on the CPU"):
+        divided(Hardware((), CPU_PLATFORM), Model(name="a", path="m", gpus="0"))

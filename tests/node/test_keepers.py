@@ -46,7 +46,7 @@ async def test_an_engine_that_hangs_is_ended_after_a_while() -> None:
     await hung.look()
     assert ended == ["engine-1"], "it was another start that hung"
     calls.hung = {ids[0]: RESTART_S, ids[2]: RESTART_S}
-    listed.restarting.add("engine-0")
+    listed.restarting["engine-0"] = ""
     await hung.look()
     assert ended == ["engine-1", "engine-2"], "what restarts on order is left to that"
 

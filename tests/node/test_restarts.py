@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import re
 from collections.abc import Iterator
 from contextlib import nullcontext
 from pathlib import Path
@@ -26,7 +27,7 @@ from sgl_ext.node.restarts import (
     plan_restart,
     read_order,
 )
-from sgl_ext.settings.schema import BalancerSettings, LaunchSettings, SettingsError
+from sgl_ext.settings.schema import BalancerSettings, LaunchSettings, Model, SettingsError
 from tests.waiting import HANG_S
 
 OLD, NEW = "org/old", "org/new"
@@ -48,7 +49,7 @@ class FakeEngine:
         self.url = f"http://127.0.0.1:{number}"
         self.log = Path(f"{self.name}.log")
         self.start_log = StartLog(self.log)
-        self.settings = SETTINGS
+        self.settings = self.launched = SETTINGS
         self.starts = 1
         self.exit_code: int | None = None
         self.looks = 0
@@ -452,7 +453,7 @@ def test_an_engine_that_restarts_stays_on_the_list(tmp_path: Path) -> None:
         return {row["id"].partition("@")[0]: row["state"] for row in rows}
 
     assert states() == {"engine-0": "ready", "engine-1": "ready"}
-    listed.restarting.add("engine-0")
+    listed.restarting["engine-0"] = ""
     assert states() == {"engine-0": "restarting", "engine-1": "ready"}
     engines[0].exit_code = 0
     assert states() == {"engine-0": "restarting", "engine-1": "ready"}
@@ -460,3 +461,45 @@ def test_an_engine_that_restarts_stays_on_the_list(tmp_path: Path) -> None:
     assert states() == {"engine-0.2": "restarting", "engine-1": "ready"}
     listed.restarting.clear()
     assert states() == {"engine-0.2": "ready", "engine-1": "ready"}
+
+
+LARGE = replace(SETTINGS, model_path="/m/large", served_name="large")
+SMALL = replace(SETTINGS, model_path="/m/small", served_name="small")
+
+
+def two_models(*of: LaunchSettings) -> FakeNode:
+    """A node with an engine for each of these settings."""
+    node = FakeNode(len(of))
+    for engine, settings in zip(node.engines, of, strict=True):
+        engine.settings = engine.launched = settings
+    return node
+
+
+async def test_the_engines_of_one_model_restart_while_the_others_go_on() -> None:
+    node = two_models(LARGE, SMALL, LARGE)
+    assert (await node.restart(model="large")).state == "done"
+    assert [engine.starts for engine in node.engines] == [2, 1, 2]
+    assert (await node.restart(model="small", model_path="/m/new")).state == "done"
+    assert [engine.starts for engine in node.engines] == [2, 2, 2]
+    assert node.engines[1].settings == replace(SMALL, model_path="/m/new")
+
+
+async def test_an_engine_waits_for_another_of_its_model_before_it_restarts() -> None:
+    node = two_models(LARGE, SMALL, LARGE)
+    node.engines[2].looks = 10**6  # it never gets ready
+    ended = await node.restart(engine="engine-0")
+    assert (ended.state, node.engines[0].starts) == ("failed", 1)
+    assert "no other engine is ready" in (ended.error or "")
+
+
+def test_what_is_no_restart_of_one_model_is_refused() -> None:
+    node = two_models(LARGE, SMALL)
+    launched = replace(SETTINGS, models=(Model(name="large"), Model(name="small")))
+    ids = {engine.name: engine.name for engine in node.engines}
+    for order, words in (
+        (Order(model="other"), "model='other': must be one of large, small"),
+        (Order(model_path="/m"), "name the model that gets it: large, small"),
+        (Order(model="small", engine_args=("--served-model-name", "x")), "each keeps its name"),
+    ):
+        with pytest.raises(RestartRefused, match=re.escape(words)):
+            plan_restart(order, node.engines, ids, launched)  # type: ignore[arg-type]
