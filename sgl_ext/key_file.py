@@ -9,6 +9,10 @@
     tenant = "alice"
     sha256 = "..."
     created = 2026-01-31T12:00:00Z
+    expires = 2027-01-31T12:00:00Z      # optional, as are the following: from then on it is refused
+    requests_at_once = 8
+    requests_per_month = 10000          # its budget, for each month of UTC
+    tokens_per_month = 50000000         # as tokens_per_minute
 
 A key is 256 random bits, so its hash cannot be reversed by guessing, and one fast round of
 SHA-256 is enough; slow hashes are for passwords that people choose. A key is looked up by
@@ -18,11 +22,13 @@ No message shows a value of the file, because somebody may have put a key there.
 """
 
 import hashlib
+import math
 import re
 import secrets
 import tomllib
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
+from datetime import UTC, date, datetime
 from pathlib import Path
 from typing import Annotated, Any, TypeVar
 
@@ -35,6 +41,7 @@ _KEY_NAME = re.compile(r"[A-Za-z0-9_-]{1,16}")
 # Names of this form cannot be keys, so messages may show them.
 _SHOWN = {"keys": re.compile(r"[0-9a-f]{8}"), "tenants": re.compile(r"[A-Za-z0-9._-]{1,24}")}
 _PerMinute = Annotated[float, Meta(gt=0, le=1e15)]
+_PerMonth = Annotated[int, Meta(gt=0, le=1 << 53)]
 
 
 class KeysError(ValueError):
@@ -52,38 +59,63 @@ class Allowance(Struct, frozen=True):
     admin: bool = False
 
 
-class _Key(Struct):
+class ApiKey(Struct, frozen=True):
+    """A key's tenant and limits; None is no limit.
+
+    name: of its table, to revoke it by.
+    requests_at_once: which its clients may have running in one balancer.
+    """
+
     tenant: Annotated[str, Meta(pattern=TENANT_NAME.pattern)]
     sha256: Annotated[str, Meta(pattern=r"^[0-9a-f]{64}\Z")]
     created: Any = None
     note: Any = None
+    expires: Any = None  # a date, or a date and time
+    requests_at_once: Annotated[int, Meta(ge=1, le=1_000_000)] | None = None
+    requests_per_month: _PerMonth | None = None
+    tokens_per_month: _PerMonth | None = None
+    name: str = ""
+
+    @property
+    def expires_s(self) -> float:
+        """When it expires, in seconds since 1970. A time without a zone is UTC."""
+        expires: date | None = self.expires
+        if expires is None:
+            return math.inf
+        if not isinstance(expires, datetime):
+            expires = datetime(expires.year, expires.month, expires.day)
+        return (expires if expires.tzinfo else expires.replace(tzinfo=UTC)).timestamp()
 
 
-_Table = TypeVar("_Table", Allowance, _Key)
+_Table = TypeVar("_Table", Allowance, ApiKey)
 
 
 @dataclass(frozen=True, slots=True)
 class KeyFile:
     """The content of a file.
 
-    tenants_by_hash: tenants by the SHA-256 of their keys, in hexadecimal digits.
+    by_hash: keys by their SHA-256, in hexadecimal digits.
     tenants: all tenants that the file names.
     """
 
-    tenants_by_hash: Mapping[str, str] = field(default_factory=dict, repr=False)
+    by_hash: Mapping[str, ApiKey] = field(default_factory=dict, repr=False)
     allowances: Mapping[str, Allowance] = field(default_factory=dict)
     tenants: frozenset[str] = frozenset()
 
+    def find(self, key: bytes) -> ApiKey | None:
+        """What the file says of a key; None if it does not have the key."""
+        return self.by_hash.get(hash_of(key))
+
     def tenant_of(self, key: bytes) -> str | None:
-        """The tenant of a key, None if the file does not have the key."""
-        return self.tenants_by_hash.get(hash_of(key))
+        """The tenant of a key; None if the file does not have the key."""
+        found = self.find(key)
+        return None if found is None else found.tenant
 
     def only(self, hashes: frozenset[str] | None) -> "KeyFile":
         """This content with the keys of these hashes only; None: all of them."""
         if hashes is None:
             return self
-        kept = {hash: tenant for hash, tenant in self.tenants_by_hash.items() if hash in hashes}
-        return replace(self, tenants_by_hash=kept)
+        return replace(self, by_hash={h: key for h, key in self.by_hash.items() if h in hashes})
 
     def allowance(self, tenant: str) -> Allowance:
         """The tenant's limits; none if the file does not have the tenant."""
@@ -121,12 +153,15 @@ def parse_keys(text: str) -> KeyFile:
         _require(name in ("keys", "tenants"), _shown(name), "must be keys or tenants")
     tables = _tables(document, "tenants", TENANT_NAME, Allowance)
     allowances = {name: allowance for _, name, allowance in tables}
-    tenants: dict[str, str] = {}
-    for place, _, key in _tables(document, "keys", _KEY_NAME, _Key):
-        is_new = key.sha256 not in tenants
+    keys: dict[str, ApiKey] = {}
+    for place, name, key in _tables(document, "keys", _KEY_NAME, ApiKey):
+        is_new = key.sha256 not in keys
         _require(is_new, f"{place}.sha256", "is also the hash of another entry")
-        tenants[key.sha256] = key.tenant
-    return KeyFile(tenants, allowances, frozenset(allowances) | frozenset(tenants.values()))
+        is_time = key.expires is None or isinstance(key.expires, date)
+        _require(is_time, f"{place}.expires", "must be a date, or a date and time, without quotes")
+        keys[key.sha256] = msgspec.structs.replace(key, name=name)
+    tenants = frozenset(allowances) | {key.tenant for key in keys.values()}
+    return KeyFile(keys, allowances, tenants)
 
 
 def _tables(
@@ -142,7 +177,7 @@ def _tables(
         _require(pattern.fullmatch(name) is not None, place, "has an invalid name")
         fields = {key.replace("-", "_"): value for key, value in table.items()}
         for key in fields:
-            is_field = key in table_type.__struct_fields__
+            is_field = key in table_type.__struct_fields__ and key != "name"
             _require(is_field, f"{place}.{_shown(key)}", f"is not a field of {kind}")
         try:
             yield place, name, msgspec.convert(fields, table_type)

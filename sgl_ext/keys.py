@@ -1,22 +1,22 @@
 """Creates, lists and revokes the API keys in a key file (`sgl_ext.key_file`).
 
-    sgl-ext keys FILE add TENANT      prints a new key, once
+    sgl-ext keys FILE add TENANT      prints a new key, once; --expires 90d, and limits
     sgl-ext keys FILE list
     sgl-ext keys FILE revoke NAME
 
 The file's comments and the order of its tables stay as they are.
 """
 
+import argparse
 import fcntl
 import json
 import os
 import secrets
 import sys
 import tempfile
-import tomllib
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from datetime import UTC, datetime
+from datetime import UTC, date, datetime, timedelta
 from itertools import dropwhile
 from pathlib import Path
 
@@ -26,11 +26,17 @@ from tomlkit.items import Comment, Item, Key, Table
 
 from sgl_ext.arguments import Arguments
 from sgl_ext.key_file import KeysError, hash_of, new_key, parse_keys, read_keys
+from sgl_ext.settings.fields import without_unit
 from sgl_ext.wire.headers import TENANT_NAME
 
 
-def add_key(path: Path, tenant: str, note: str = "") -> tuple[str, str]:
-    """Adds a new key of a tenant to a file, or creates the file. Returns the key and its name."""
+def add_key(
+    path: Path, tenant: str, note: str = "", **limits: datetime | date | int | None
+) -> tuple[str, str]:
+    """Adds a new key of a tenant to a file, or creates the file. Returns the key and its name.
+
+    limits: fields of `ApiKey`; None leaves one out.
+    """
     key, name = new_key(), secrets.token_hex(4)
     if TENANT_NAME.fullmatch(tenant) is None:
         raise KeysError("tenant: a name is printable ASCII, like the value of an HTTP header")
@@ -39,7 +45,8 @@ def add_key(path: Path, tenant: str, note: str = "") -> tuple[str, str]:
     fields = {"tenant": tenant, "sha256": hash_of(key.encode())}
     fields |= {"note": note} if note else {}
     created = datetime.now(UTC).replace(microsecond=0)
-    table = tomlkit.dumps({"keys": {name: {**fields, "created": created}}})
+    stated = {field: value for field, value in limits.items() if value is not None}
+    table = tomlkit.dumps({"keys": {name: {**fields, "created": created, **stated}}})
     with _locked(path) as text:
         between = "\n" if text.endswith("\n") else "\n\n" if text else ""
         _write(path, text + between + table)
@@ -116,14 +123,46 @@ def _write(path: Path, text: str) -> None:
 
 
 def _rows(path: Path) -> list[dict[str, str]]:
-    """Each key's name, tenant, date and note, without its hash."""
-    read_keys(path)
-    keys = tomllib.loads(path.read_text("utf-8")).get("keys", {})
-    shown = ("tenant", "created", "note")
+    """Each key's name, tenant, dates, limits and note, without its hash."""
+    keys = read_keys(path).by_hash.values()
     return [
-        {"name": name, **{field: str(key.get(field, "")) for field in shown}}
-        for name, key in keys.items()
+        {"name": key.name, **{field: _shown(getattr(key, field)) for field in _SHOWN}}
+        for key in keys
     ]
+
+
+_LIMITS = ("requests_at_once", "requests_per_month", "tokens_per_month")
+_SHOWN = ("tenant", "created", "expires", *_LIMITS, "note")
+
+
+def _shown(value: object) -> str:
+    return "" if value is None else str(value)
+
+
+def _line(row: dict[str, str], now: datetime) -> str:
+    """A key as a person reads it."""
+    words = [row["name"], row["tenant"], row["created"]]
+    if expires := row["expires"]:
+        has_expired = _moment(expires).timestamp() <= now.timestamp()
+        words.append(f"{'expired' if has_expired else 'expires'} {expires}")
+    words += [f"{row[name]} {name.replace('_', ' ')}" for name in _LIMITS if row[name]]
+    return "  ".join(word for word in (*words, row["note"]) if word)
+
+
+def _moment(text: str) -> datetime:
+    found = datetime.fromisoformat(text)
+    return found if found.tzinfo else found.replace(tzinfo=UTC)
+
+
+def _expiry(text: str) -> datetime:
+    """What `--expires` gives: a time from now, such as 90d, or a date."""
+    seconds = without_unit(text, "SECONDS")
+    if not isinstance(seconds, str):
+        return (datetime.now(UTC) + timedelta(seconds=float(str(seconds)))).replace(microsecond=0)
+    try:
+        return _moment(text)
+    except ValueError:
+        raise argparse.ArgumentTypeError("must be 90d, 12h or 2027-01-31") from None
 
 
 def main(argv: list[str] | None = None, show: Callable[[str], None] = print) -> None:
@@ -134,13 +173,20 @@ def main(argv: list[str] | None = None, show: Callable[[str], None] = print) -> 
     adds = commands.add_parser("add", help="create a key of a tenant and print it, once")
     adds.add_argument("tenant")
     adds.add_argument("--note", default="", help="a remark for the list, such as who got the key")
-    lists = commands.add_parser("list", help="print each key's name, tenant, date and note")
+    about = "the key is refused from then on: 90d from now, or a date such as 2027-01-31, in UTC"
+    adds.add_argument("--expires", metavar="TIME", type=_expiry, help=about)
+    for name in _LIMITS:
+        flag, about = f"--{name.replace('_', '-')}", f"its limit of {name.replace('_', ' ')}"
+        adds.add_argument(flag, metavar="N", type=int, help=about)
+    about = "print each key's name, tenant, dates, limits and note"
+    lists = commands.add_parser("list", help=about)
     lists.add_argument("--json", action="store_true", help="print JSON for programs")
     commands.add_parser("revoke", help="remove a key").add_argument("name")
     args = parser.parse_args(argv)
     try:
         if args.command == "add":
-            key, name = add_key(args.file, args.tenant, args.note)
+            limits = {name: getattr(args, name) for name in ("expires", *_LIMITS)}
+            key, name = add_key(args.file, args.tenant, args.note, **limits)
             print(f"{name}, of {args.tenant}; the key is shown only now:", file=sys.stderr)
             show(key)
         elif args.command == "revoke":
@@ -151,7 +197,7 @@ def main(argv: list[str] | None = None, show: Callable[[str], None] = print) -> 
             if args.json:
                 show(json.dumps(rows, indent=2))
             for row in rows if not args.json else ():
-                show("  ".join(word for word in row.values() if word))
+                show(_line(row, datetime.now(UTC)))
     except (KeysError, OSError) as error:
         raise SystemExit(f"sgl-ext keys: {args.file}: {error}") from None
 

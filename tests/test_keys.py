@@ -200,5 +200,5 @@ def test_a_key_is_revoked_in_every_notation(tmp_path: Path, text: str) -> None:
     before = parse_keys(text)
     keys.revoke_key(path, "a")
     after = read_keys(path)
-    assert not after.tenants_by_hash
+    assert not after.by_hash
     assert after.allowances == before.allowances

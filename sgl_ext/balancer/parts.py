@@ -13,6 +13,7 @@ import orjson
 from radix.index_memory import segments_within
 from sgl_ext.balancer.access.authentication import KeyFileReloader, SentSecret, SharedKeys
 from sgl_ext.balancer.access.rate_limits import RateLimits
+from sgl_ext.balancer.access.usage import UsageLedger
 from sgl_ext.balancer.admin.app import ControlPool, make_app
 from sgl_ext.balancer.admin.state import part
 from sgl_ext.balancer.cluster.launcher import Launcher, Reloads
@@ -140,13 +141,17 @@ class Parts:
         shared = None
         if lines is None and folder is not None:
             shared = LineFile(folder / _REMEMBERED, _REMEMBERED_BYTES, metrics)
-        documents, self._shared = open_store(
+        documents, self._shared, usage = open_store(
             config.store, config.store_limit_bytes, metrics, folder
         )
         activity = Activity(time.time())
         activity.add_tables(metrics.tables)
         self._documents = TenantDocuments(documents, metrics, config.max_body_bytes)
         self._limits = RateLimits(key_file, metrics, config.processes, state=self._shared)
+        if key_file is not None:
+            self._limits.usage = UsageLedger(usage)
+        if group is not None and group.memory is not None:
+            self._limits.at_once = group.memory.requests_at_once(group.number)
         self._shared_keys = None
         if key_file is not None and self._shared is not None:
             self._shared_keys = SharedKeys(key_file, self._shared, metrics)
@@ -229,6 +234,7 @@ class Parts:
         if self._peers is not None:
             self._peers.start()
         await self._compare_keys()
+        await self._limits.usage.sync()  # so that the first requests know their budgets
         await self._control.start()
         self._sources.start()
         await self._sources.wait_until_tried(_FIRST_LIST_S)
@@ -242,6 +248,7 @@ class Parts:
             ("probes", self._probes.run),
             ("store", self._documents.sweep),
             ("limits", self._limits.sync),
+            ("usage", self._limits.usage.sync),
             ("shared_keys", self._compare_keys),
             ("engine_settings", self._sender.send),
             ("request_log", self._request_log.write),
@@ -281,6 +288,7 @@ class Parts:
         await self._request_log.close()
         if self.services.span_export is not None:
             await self.services.span_export.close()
+        await self._limits.usage.sync()
         await self._documents.close()
         if self._shared is not None:
             await self._shared.close()
@@ -310,9 +318,13 @@ class Parts:
         self._metrics.unlisted_segments.counts[()] = self._prefixes.unlisted
 
     def _reload_keys(self) -> None:
-        if self._key_file is not None and self._key_file.reload_if_changed():
-            self._heads.clear()
+        if self._key_file is None:
+            return
+        has_changed = self._key_file.reload_if_changed()
+        if has_changed:
             self._limits.show()
+        if self._key_file.some_expired() or has_changed:
+            self._heads.clear()
 
     async def _compare_keys(self) -> None:
         if self._shared_keys is not None and await self._shared_keys.compare():

@@ -206,6 +206,7 @@ _TOOL_FORM = ToolForm(lambda tool: "input_schema" in tool, _write_tool)
 _ERROR_TYPES = {
     400: "invalid_request_error",
     401: "authentication_error",
+    402: "billing_error",
     403: "permission_error",
     404: "not_found_error",
     405: "invalid_request_error",
@@ -439,7 +440,14 @@ ANTHROPIC = Protocol(
     name="messages",
     paths=("/v1/messages",),
     # Clients retry a 529, which HTTP itself does not define.
-    errors=ErrorShape(_error_body, _error_event, _late_error, "request-id", (529, b"Overloaded")),
+    errors=ErrorShape(
+        _error_body,
+        _error_event,
+        _late_error,
+        "request-id",
+        (529, b"Overloaded"),
+        (402, b"Payment Required"),
+    ),
     beat=b'event: ping\ndata: {"type": "ping"}\n\n',
     prompt=((Part.TOOLS, "tools"), (Part.INSTRUCTIONS, "system"), (Part.MESSAGES, "messages")),
     marks=MarkRules(_find_marks, is_strict=True),

@@ -113,11 +113,14 @@ def error_type(body: bytes) -> str | None:
 
 def wire_status(shape: ErrorShape, status: int) -> tuple[int, bytes]:
     """The status and reason phrase that a protocol has for an error."""
+    if status == HTTPStatus.PAYMENT_REQUIRED:
+        return shape.no_budget
     if status == HTTPStatus.SERVICE_UNAVAILABLE:
         return shape.overloaded
     return int(status), HTTPStatus(status).phrase.encode()
 
 
+_NO_BUDGET = "insufficient_quota"
 # OpenAI has no type for 403: its SDKs recognize it by the status.
 _TYPES = {401: "authentication_error", 404: "not_found_error", 429: "rate_limit_error"}
 # Not `server_is_overloaded`: on that code Codex advises its user to change the model.
@@ -134,6 +137,8 @@ def openai_body(
     """The JSON body of an error in OpenAI's shape, which has no place for the request's id."""
     default = "invalid_request_error" if status < 500 else "server_error"
     kind = _TYPES.get(status, default)
+    if code == _NO_BUDGET:
+        kind = code  # OpenAI has the same word for both
     if param is not None and status == HTTPStatus.NOT_FOUND:
         kind = default  # a thing that a field names was not found, as opposed to the path
     code = code or _CODES.get(status)

@@ -140,7 +140,8 @@ class ErrorShape:
         events sent so far, and the request id.
     late: the same, from the parsed body of an error, and the number of events sent so far.
     request_id_header: the header in which clients look for the request's id.
-    overloaded: the status and reason phrase of an overload.
+    overloaded: the status and reason phrase of an overload. no_budget: those of a budget that is
+        used up.
     """
 
     body: Callable[[int, str, str, str | None, str | None], bytes]
@@ -148,6 +149,7 @@ class ErrorShape:
     late: Callable[[Json, int], bytes]
     request_id_header: str = "x-request-id"
     overloaded: tuple[int, bytes] = (503, b"Service Unavailable")
+    no_budget: tuple[int, bytes] = (429, b"Too Many Requests")
 
 
 @dataclass(frozen=True, slots=True)

@@ -33,8 +33,10 @@ can write there gains nothing.
 
 import hmac
 import logging
-from collections.abc import Mapping
+import time
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from datetime import UTC, datetime
 from enum import Enum
 from http import HTTPStatus
 from ipaddress import ip_address
@@ -48,7 +50,7 @@ from sgl_ext.balancer.http.request_head import RequestHead
 from sgl_ext.balancer.metrics.registry import Metrics
 from sgl_ext.balancer.store.documents import StoreFailed
 from sgl_ext.balancer.store.shared_state import SharedState
-from sgl_ext.key_file import KeyFile, KeysError, read_keys
+from sgl_ext.key_file import ApiKey, KeyFile, KeysError, read_keys
 from sgl_ext.protocols import routes
 from sgl_ext.protocols.errors import BalancerError
 from sgl_ext.settings.schema import SettingsError
@@ -87,10 +89,15 @@ class KeyFileReloader:
     keys: the last valid content, or what other balancers leave of it. The constructor raises
         KeysError if there is none.
     changed_ns: when the file with this content was last changed.
+    clock: seconds since 1970.
     """
 
-    def __init__(self, path: Path, metrics: Metrics) -> None:
+    def __init__(
+        self, path: Path, metrics: Metrics, clock: Callable[[], float] = time.time
+    ) -> None:
         self.path = path
+        self.clock = clock
+        self._checked_s = clock()
         self._version = file_version(path)
         self.changed_ns = 0 if self._version is None else self._version[0]
         self._content: KeyFile = read_keys(path)
@@ -117,16 +124,21 @@ class KeyFileReloader:
         self.keys = self._content.only(self._others)
         return True
 
+    def some_expired(self) -> bool:
+        """Whether a key has expired since the last call."""
+        before, self._checked_s = self._checked_s, self.clock()
+        return any(before < key.expires_s <= self._checked_s for key in self.keys.by_hash.values())
+
     @property
     def hashes(self) -> frozenset[str]:
         """The hashes of all keys of the file."""
-        return frozenset(self._content.tenants_by_hash)
+        return frozenset(self._content.by_hash)
 
     def restrict(self, hashes: frozenset[str] | None) -> bool:
         """Makes only keys with these hashes valid, None: all. Whether that changes anything."""
-        before, self._others = self.keys.tenants_by_hash, hashes
+        before, self._others = self.keys.by_hash, hashes
         self.keys = self._content.only(hashes)
-        return before != self.keys.tenants_by_hash
+        return before != self.keys.by_hash
 
 
 @dataclass(frozen=True, repr=False)  # which would show the key
@@ -175,10 +187,14 @@ class Authentication:
             if self.isolates:
                 self._set_tenant(head, _stated_tenant(head))
             return
-        keys = self.key_file.keys
-        tenant = "" if is_operator else keys.tenant_of(key)
-        if tenant is None:
-            raise _unauthorized()
+        keys, tenant = self.key_file.keys, ""
+        if not is_operator:
+            head.key = found = keys.find(key)
+            if found is None:
+                raise _unauthorized()
+            if found.expires_s <= self.key_file.clock():
+                raise _expired(found)
+            tenant = found.tenant
         if is_operator or keys.allowance(tenant).admin:
             self._set_tenant(head, _stated_tenant(head) or tenant)
         else:
@@ -250,6 +266,11 @@ def _require_tenant_path(head: RequestHead) -> None:
     is_plain = path.startswith("/v1/") and not any(odd in path for odd in ("%", "//", "/."))
     if not is_plain and not routes.is_known_to_one(path):
         raise BalancerError(HTTPStatus.NOT_FOUND, f"{head.method} {path}: Not Found")
+
+
+def _expired(key: ApiKey) -> BalancerError:
+    at = datetime.fromtimestamp(key.expires_s, UTC)
+    return BalancerError(HTTPStatus.UNAUTHORIZED, f"This API key expired at {at:%Y-%m-%dT%H:%MZ}.")
 
 
 def _unauthorized() -> BalancerError:

@@ -26,15 +26,18 @@ import math
 import os
 import time
 from collections.abc import Callable, Coroutine, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from http import HTTPStatus
 from typing import NamedTuple
 
 from scheduler.token_bucket import Bucket
 from sgl_ext.balancer.access.authentication import KeyFileReloader
+from sgl_ext.balancer.access.usage import UsageLedger
 from sgl_ext.balancer.metrics.registry import Metrics
 from sgl_ext.balancer.store.documents import StoreFailed
 from sgl_ext.balancer.store.shared_state import Lease, SharedState
+from sgl_ext.key_file import ApiKey
+from sgl_ext.limits.at_once import RequestsAtOnce
 from sgl_ext.protocols.errors import BalancerError
 
 _MINUTE_S = 60.0
@@ -163,6 +166,7 @@ class Charge(NamedTuple):
 
     tenant: str
     tokens: int
+    key: ApiKey | None = None
 
 
 @dataclass(eq=False)
@@ -171,6 +175,7 @@ class RateLimits:
 
     processes: those of this balancer.
     state: what balancers share, if there is a store for that.
+    usage: of keys by month. at_once: their requests that run.
     """
 
     key_file: KeyFileReloader | None
@@ -178,6 +183,8 @@ class RateLimits:
     processes: int = 1
     clock: Callable[[], float] = time.monotonic
     state: SharedState | None = None
+    usage: UsageLedger = field(default_factory=UsageLedger)
+    at_once: RequestsAtOnce = field(default_factory=RequestsAtOnce)
 
     def __post_init__(self) -> None:
         self._buckets: dict[tuple[str, str], Bucket | LeasedBucket] = {}
@@ -194,16 +201,18 @@ class RateLimits:
                 if limit is not None:
                     self.metrics.tenant_limit.labels(tenant, kind).set(limit)
 
-    def charges(self, tenant: str) -> bool:
-        """Whether the key file has the tenant, so that its requests are charged."""
-        return self.key_file is not None and tenant in self.key_file.keys.tenants
+    def charges(self, tenant: str, key: ApiKey | None = None) -> bool:
+        """Whether the key file has the tenant or the request's key, so that it is charged."""
+        is_known = self.key_file is not None and tenant in self.key_file.keys.tenants
+        return is_known or key is not None
 
-    def admit(self, tenant: str, tokens: int) -> Charge | None:
+    def admit(self, tenant: str, tokens: int, key: ApiKey | None = None) -> Charge | None:
         """Charges a request with its prompt tokens; None if the key file does not have the tenant.
 
-        Raises BalancerError 429 if the tenant is over a limit.
+        Raises BalancerError 429 if the tenant or the key is over a limit, and 402 if the key's
+        budget is used up.
         """
-        if self.key_file is None or not self.charges(tenant):
+        if self.key_file is None or not self.charges(tenant, key):
             return None
         now_s = self.clock()
         buckets = []
@@ -215,17 +224,45 @@ class RateLimits:
                 retry_after_s = max(math.ceil(wait_s), 1)
                 raise BalancerError(HTTPStatus.TOO_MANY_REQUESTS, message, retry_after_s)
             buckets.append((bucket, cost))
+        if key is not None:
+            self._enter(key, tokens)
         for bucket, cost in buckets:
             bucket.take(cost, now_s)
-        self.metrics.tenant_requests.counts[(tenant,)] += 1
-        return Charge(tenant, tokens)
+        if self.charges(tenant):
+            self.metrics.tenant_requests.counts[(tenant,)] += 1
+        return Charge(tenant, tokens, key)
+
+    def _enter(self, key: ApiKey, tokens: int) -> None:
+        """Raises BalancerError if the key has as many requests as it may, now or in this month."""
+        rejected = self.metrics.tenant_rate_limited.counts
+        try:
+            self.usage.require_budget(key)
+        except BalancerError:
+            rejected[key.tenant, "budget"] += 1
+            raise
+        limit = key.requests_at_once
+        if limit is not None and not self.at_once.enter(key.name, limit):
+            rejected[key.tenant, "at once"] += 1
+            message = f"This key's limit of {limit} requests at once is reached."
+            raise BalancerError(HTTPStatus.TOO_MANY_REQUESTS, message, 1)
+        self.usage.begin(key, tokens)
+
+    def leave(self, charge: Charge | None) -> None:
+        """The request does not run any more, or its client has left. Call it once."""
+        if charge is not None and charge.key is not None:
+            self.usage.end(charge.key, charge.tokens)
+            if charge.key.requests_at_once is not None:
+                self.at_once.leave(charge.key.name)
 
     def settle(self, charge: Charge | None, tokens: int | None) -> None:
         """Replaces a charge by the tokens that the request cost; None if its cost is unknown."""
         if charge is None:
             return
         cost = charge.tokens if tokens is None else tokens
-        self.metrics.tenant_tokens.counts[(charge.tenant,)] += cost
+        if charge.key is not None:
+            self.usage.count(charge.key, 0, cost)
+        if self.charges(charge.tenant):
+            self.metrics.tenant_tokens.counts[(charge.tenant,)] += cost
         bucket = self._buckets.get((charge.tenant, "tokens"))
         if bucket is not None:
             bucket.take(cost - charge.tokens, self.clock())

@@ -15,6 +15,8 @@ import xxhash
 from radix.index_memory import MAX_HOLDERS, IndexMemory
 from sgl_ext.balancer.routing.prefixes import Prefixes
 from sgl_ext.balancer.routing.workers import Slots
+from sgl_ext.limits import at_once
+from sgl_ext.limits.at_once import SharedRequestsAtOnce
 
 _WRITER = 0
 _SLOT_BYTES = 16 * MAX_HOLDERS
@@ -26,11 +28,13 @@ class GroupMemory:
     def __init__(self, limit_segments: int) -> None:
         self._file = os.memfd_create("sgl-ext-balancer")
         size = IndexMemory.size_bytes(limit_segments)
-        os.ftruncate(self._file, size + _SLOT_BYTES)
-        self._mapped = mmap.mmap(self._file, size + _SLOT_BYTES)
+        whole = size + _SLOT_BYTES + at_once.SIZE_BYTES
+        os.ftruncate(self._file, whole)
+        self._mapped = mmap.mmap(self._file, whole)
         self._buffer = memoryview(self._mapped)
         self.index = IndexMemory(self._buffer[:size], limit_segments, self._erase)
-        self._slot_words = self._buffer[size:].cast("Q")
+        self._slot_words = self._buffer[size : size + _SLOT_BYTES].cast("Q")
+        self._at_once = self._buffer[size + _SLOT_BYTES :]
 
     def open(self, process: int) -> tuple[Slots, Prefixes]:
         """The slots and the index, for the process with this number."""
@@ -40,6 +44,10 @@ class GroupMemory:
         """The slots, for the process with this number. What an earlier process of the same number
         had taken is given back."""
         return GroupSlots(self._slot_words, self._file, process)
+
+    def requests_at_once(self, process: int) -> SharedRequestsAtOnce:
+        """How many requests of each key run in all processes, for the one with this number."""
+        return SharedRequestsAtOnce(self._at_once, self._file, process)
 
     def _erase(self, at: int, size: int) -> None:
         try:

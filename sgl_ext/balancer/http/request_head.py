@@ -20,6 +20,7 @@ from typing import Any, NamedTuple, TypeVar
 import httptools
 import xxhash
 
+from sgl_ext.key_file import ApiKey
 from sgl_ext.protocols import request_ids
 from sgl_ext.protocols.errors import BalancerError
 from sgl_ext.protocols.registry import errors_of
@@ -116,6 +117,7 @@ class RequestHead:
     begun: how its last request began, and the first lines of that worker's (`ConnectionPool`).
     identity: the id and the trace that the client states.
     tenant: the tenant that authentication found; "" otherwise.
+    key: the key that it found in the key file.
     is_socket: whether it opens a WebSocket.
     rejection: set if the request cannot be served whatever its body.
     """
@@ -135,6 +137,7 @@ class RequestHead:
         self.begun: tuple[bytes | None, bytes] = (None, b"")
         self.identity: Identity = NO_IDENTITY
         self.tenant = ""
+        self.key: ApiKey | None = None
         self.route: Route | None = None
         self.is_socket = False
         self._derived: Any = None

@@ -453,7 +453,7 @@ class Exchange:
             # Admit it: charge its tenant, and make a context of it if it asks for one.
             if preparation.beat:
                 services.heartbeats.begin(self)
-            if services.rate_limits.charges(head.tenant):
+            if services.rate_limits.charges(head.tenant, head.key):
                 await self._charge()
             services.retries.add_request()
             if path := preparation.context_path:
@@ -556,7 +556,7 @@ class Exchange:
         # What was leased may be put back, or taken by another request, before this one goes on.
         while (lease := limits.lease(tenant, claimed_tokens)) is not None:
             await self._done(lease)
-        charge = limits.admit(tenant, claimed_tokens)
+        charge = limits.admit(tenant, claimed_tokens, self._head.key)
         self._preparation = structs.replace(self._preparation, charge=charge)
 
     # Place and send.
@@ -1333,7 +1333,9 @@ class Exchange:
             if usage is not None and usage.computed_tokens is not None:
                 cost = max(cost, usage.computed_tokens)
         paid, self._paid_tokens = self._paid_tokens, cost
-        if paid is not None:  # the rest, or what was too much
+        if paid is None:
+            self._services.rate_limits.leave(charge)
+        else:  # the rest, or what was too much
             charge, cost = charge._replace(tokens=max(paid - cost, 0)), max(cost - paid, 0)
         self._services.rate_limits.settle(charge, cost)
 

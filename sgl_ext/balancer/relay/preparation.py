@@ -93,7 +93,7 @@ def _make_plan(services: Services, head: RequestHead) -> ReadPlan:
         route.runs,
         route.warms,
         tenant.max_priority,
-        services.rate_limits.charges(head.tenant),
+        services.rate_limits.charges(head.tenant, head.key),
         rules.of(tenant.name, head.fields) if rules else None,
         tenant=tenant.name,
     )

@@ -5,12 +5,13 @@ import logging
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from sgl_ext.balancer.metrics.registry import Metrics
 from sgl_ext.balancer.store.documents import Documents, StoreUnreachable, StoreUnusable
 from sgl_ext.balancer.store.shared_state import SharedState
-from sgl_ext.balancer.store.sqlite import DocumentStore, SqliteDocuments, StoreThread
+from sgl_ext.balancer.store.sqlite import DocumentStore, SqliteDocuments, SqliteUsage, StoreThread
+from sgl_ext.balancer.store.usage import UsageTable
 from sgl_ext.settings.schema import IN_MEMORY
 from sgl_ext.settings.secrets import StoreAddress, read_store
 
@@ -71,10 +72,19 @@ def open_server(address: StoreAddress) -> "RedisServer | PostgresServer":
         raise StoreUnusable(f"store={address.shown!r}: {reason}") from None
 
 
-def open_store(
-    store: str | None, limit_bytes: int, metrics: Metrics, folder: Path | None
-) -> tuple[Documents | None, SharedState | None]:
-    """The documents, None if `limit_bytes` is 0, and what balancers share, None without a server.
+class Store(NamedTuple):
+    """A store, as a process uses it.
+
+    documents, usage: None without a store. shared: what balancers share; None without a server.
+    """
+
+    documents: Documents | None = None
+    shared: SharedState | None = None
+    usage: UsageTable | None = None
+
+
+def open_store(store: str | None, limit_bytes: int, metrics: Metrics, folder: Path | None) -> Store:
+    """Opens a store. There are no documents if `limit_bytes` is 0.
 
     folder: that of the processes of this balancer, for a store that ends with them. A server that
     cannot be reached is no error here. Raises StoreUnusable.
@@ -85,24 +95,34 @@ def open_store(
         if path == IN_MEMORY and folder is not None:
             path = str(folder / "store.sqlite")
         if not limit_bytes:
-            return None, None
-        return SqliteDocuments(StoreThread(DocumentStore(path, limit_bytes), metrics)), None
+            return Store()
+        thread = StoreThread(DocumentStore(path, limit_bytes), metrics)
+        return Store(SqliteDocuments(thread), usage=SqliteUsage(thread))
     documents: Documents
     shared: SharedState
+    usage: UsageTable
     if address.kind == "redis":
-        from sgl_ext.balancer.store.redis import RedisDocuments, RedisServer, RedisShared
+        from sgl_ext.balancer.store.redis import (
+            RedisDocuments,
+            RedisServer,
+            RedisShared,
+            RedisUsage,
+        )
 
         documents = RedisDocuments(RedisServer(address), limit_bytes, metrics)
         server = RedisServer(address, _SHARED_CONNECTIONS)
         shared = RedisShared(server, metrics.background_failed)
+        usage = RedisUsage(server, metrics.background_failed)
     else:
         from sgl_ext.balancer.store.postgres import (
             PostgresDocuments,
             PostgresServer,
             PostgresShared,
+            PostgresUsage,
         )
 
         documents = PostgresDocuments(PostgresServer(address), limit_bytes, metrics)
         postgres = PostgresServer(address, _SHARED_CONNECTIONS)
         shared = PostgresShared(postgres, metrics.background_failed)
-    return documents if limit_bytes else None, shared
+        usage = PostgresUsage(postgres, metrics.background_failed)
+    return Store(documents if limit_bytes else None, shared, usage)

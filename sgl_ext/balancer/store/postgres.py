@@ -47,6 +47,7 @@ from sgl_ext.balancer.store.documents import (
     victim_of,
 )
 from sgl_ext.balancer.store.shared_state import CALL_S, PRESENT_S, Lease, Leased
+from sgl_ext.balancer.store.usage import Batch, Use
 from sgl_ext.protocols.errors import body_too_large
 from sgl_ext.settings.secrets import StoreAddress
 from sgl_ext.supervision import Failed
@@ -99,6 +100,15 @@ _LISTED = """
 CREATE TABLE sgl_ext.listed (
     key bytea PRIMARY KEY REFERENCES sgl_ext.documents ON DELETE CASCADE,
     owner text NOT NULL, id text COLLATE "C" NOT NULL, UNIQUE (owner, id));
+"""
+
+
+_USAGE = """
+CREATE TABLE sgl_ext.usage (
+    period text COLLATE "C" NOT NULL, tenant text NOT NULL, key text NOT NULL,
+    requests bigint NOT NULL, tokens bigint NOT NULL, PRIMARY KEY (period, tenant, key));
+CREATE TABLE sgl_ext.usage_writers (
+    writer text PRIMARY KEY, number bigint NOT NULL, period text COLLATE "C" NOT NULL);
 """
 
 
@@ -195,15 +205,18 @@ async def prepare(connection: Any) -> int:
         cursor = await connection.execute(
             "SELECT to_regclass('sgl_ext.format') IS NOT NULL,"
             " EXISTS (SELECT FROM pg_namespace WHERE nspname = 'sgl_ext'),"
-            " to_regclass('sgl_ext.listed') IS NOT NULL"
+            " to_regclass('sgl_ext.listed') IS NOT NULL,"
+            " to_regclass('sgl_ext.usage') IS NOT NULL"
         )
-        is_ours, exists, has_listed = await cursor.fetchone()
+        is_ours, exists, has_listed, has_usage = await cursor.fetchone()
         if not exists:
             await connection.execute(_TABLES)
         elif not is_ours:
             return 0
         if not has_listed:
             await connection.execute(_LISTED)
+        if not has_usage:
+            await connection.execute(_USAGE)
         cursor = await connection.execute("SELECT version FROM sgl_ext.format")
         return int((await cursor.fetchone())[0])
 
@@ -508,3 +521,56 @@ class PostgresShared:
 
     async def close(self) -> None:
         await self._server.close()
+
+
+_NUMBER = """
+INSERT INTO sgl_ext.usage_writers AS w VALUES (%s, %s, %s) ON CONFLICT (writer)
+    DO UPDATE SET number = excluded.number, period = excluded.period
+    WHERE excluded.number > w.number
+"""
+# In an order, so that no two balancers wait for each other.
+_ADD_USAGE = """
+INSERT INTO sgl_ext.usage AS u VALUES (%s, %s, %s, %s, %s) ON CONFLICT (period, tenant, key)
+    DO UPDATE SET requests = u.requests + excluded.requests, tokens = u.tokens + excluded.tokens
+"""
+_READ_USAGE = """
+SELECT period, tenant, key, requests, tokens FROM sgl_ext.usage WHERE period BETWEEN %s AND %s
+    ORDER BY period, tenant COLLATE "C", key COLLATE "C"
+"""
+
+
+class PostgresUsage:
+    """`UsageTable` on a server."""
+
+    def __init__(self, server: PostgresServer, failed: Failed) -> None:
+        self._server = server
+        self._reading = Calls("reading the usage of keys", failed)
+        self._writing = Calls("writing the usage of keys", failed)
+
+    async def add(self, batch: Batch) -> None:
+        async def call() -> None:
+            async with self._server.connection() as db, db.transaction():
+                numbered = await db.execute(_NUMBER, (batch.writer, batch.number, batch.forgets))
+                if not numbered.rowcount:
+                    return
+                async with db.cursor() as cursor:
+                    await cursor.executemany(_ADD_USAGE, sorted(batch.uses))
+                for table in ("usage", "usage_writers"):
+                    forget = f"DELETE FROM sgl_ext.{table} WHERE period < %s"
+                    await db.execute(forget, (batch.forgets,))
+
+        await self._writing.run(call)
+
+    async def read(self, period: str) -> list[Use]:
+        return await self._between(period, period)
+
+    async def days(self, month: str) -> list[Use]:
+        return await self._between(f"{month}-01", f"{month}-31")
+
+    async def _between(self, first: str, last: str) -> list[Use]:
+        async def call() -> list[Use]:
+            async with self._server.connection() as db:
+                rows = await (await db.execute(_READ_USAGE, (first, last))).fetchall()
+            return [Use(*row) for row in rows]
+
+        return await self._reading.run(call)

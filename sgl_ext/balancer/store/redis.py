@@ -48,6 +48,7 @@ from sgl_ext.balancer.store.documents import (
     tenant_of,
 )
 from sgl_ext.balancer.store.shared_state import CALL_S, PRESENT_S, Lease, Leased
+from sgl_ext.balancer.store.usage import KEPT_DAYS, Batch, Use
 from sgl_ext.protocols.errors import body_too_large
 from sgl_ext.settings.secrets import StoreAddress
 from sgl_ext.supervision import Failed
@@ -470,3 +471,59 @@ class RedisShared:
 
     async def close(self) -> None:
         await self._server.close()
+
+
+# A period is a hash of `r` or `t`, the tenant and the key, divided by NUL, which names cannot have.
+_ADD_USAGE = """
+local writer = P..'usage-writer:'..ARGV[1]
+if tonumber(ARGV[2]) <= tonumber(redis.call('GET', writer) or '-1') then return end
+redis.call('SET', writer, ARGV[2], 'EX', 86400)
+for at = 4, #ARGV, 5 do
+  local key, name = P..'usage:'..ARGV[at], ARGV[at + 1]..'\\0'..ARGV[at + 2]
+  redis.call('HINCRBY', key, 'r\\0'..name, ARGV[at + 3])
+  redis.call('HINCRBY', key, 't\\0'..name, ARGV[at + 4])
+  redis.call('EXPIRE', key, ARGV[3])
+end
+"""
+
+
+class RedisUsage:
+    """`UsageTable` on a server."""
+
+    def __init__(self, server: RedisServer, failed: Failed) -> None:
+        self._server = server
+        self._reading = Calls("reading the usage of keys", failed)
+        self._writing = Calls("writing the usage of keys", failed)
+        self._add = server.script(_ADD_USAGE)
+
+    async def add(self, batch: Batch) -> None:
+        words = [str(word) for use in batch.uses for word in use]
+
+        async def call() -> None:
+            kept_s = KEPT_DAYS * 86_400
+            await self._add(args=(batch.writer, batch.number, kept_s, *words))
+
+        await self._writing.run(call)
+
+    async def read(self, period: str) -> list[Use]:
+        async def call() -> list[Use]:
+            return await self._read(period)
+
+        return await self._reading.run(call)
+
+    async def days(self, month: str) -> list[Use]:
+        async def call() -> list[Use]:
+            return [use for day in range(1, 32) for use in await self._read(f"{month}-{day:02}")]
+
+        return await self._reading.run(call)
+
+    async def _read(self, period: str) -> list[Use]:
+        found: dict[bytes, bytes] = await self._server.client.hgetall(f"{PREFIX}usage:{period}")
+        uses = []
+        for field, requests in sorted(found.items()):
+            kind, _, name = field.partition(b"\0")
+            if kind == b"r":
+                tenant, _, key = name.decode().partition("\0")
+                tokens = int(found.get(b"t\0" + name, 0))
+                uses.append(Use(period, tenant, key, int(requests), tokens))
+        return uses

@@ -44,6 +44,7 @@ from sgl_ext.balancer.store.documents import (
     StoreUnusable,
     victim_of,
 )
+from sgl_ext.balancer.store.usage import Batch, Use
 from sgl_ext.protocols.errors import BalancerError, body_too_large
 from sgl_ext.settings.schema import IN_MEMORY
 from sgl_ext.supervision import Guard
@@ -67,6 +68,14 @@ _LISTED = (
         number INTEGER PRIMARY KEY, about BLOB NOT NULL)""",
     """CREATE TRIGGER IF NOT EXISTS delete_listed AFTER DELETE ON documents
         BEGIN DELETE FROM listed WHERE number = old.number; END""",
+)
+_USAGE = (
+    """CREATE TABLE IF NOT EXISTS usage (
+        period TEXT NOT NULL, tenant TEXT NOT NULL, key TEXT NOT NULL,
+        requests INTEGER NOT NULL, tokens INTEGER NOT NULL,
+        PRIMARY KEY (period, tenant, key)) WITHOUT ROWID""",
+    """CREATE TABLE IF NOT EXISTS usage_writers (
+        writer TEXT PRIMARY KEY, number INTEGER NOT NULL, period TEXT NOT NULL) WITHOUT ROWID""",
 )
 _CHAIN = """
 WITH RECURSIVE chain (number, continues, items_bytes, ttl_s, used_s, depth) AS (
@@ -161,7 +170,7 @@ class DocumentStore:
                     raise sqlite3.DatabaseError("it belongs to another program or another version")
                 for statement in _TABLES:
                     self._db.execute(statement)
-            for statement in _LISTED:
+            for statement in (*_LISTED, *_USAGE):
                 self._db.execute(statement)
             prepare_shares(self._db)
 
@@ -276,6 +285,23 @@ class DocumentStore:
             )
         return gone.rowcount
 
+    def add_usage(self, batch: Batch) -> None:
+        """As `UsageTable.add`."""
+        with self._db:
+            is_new = self._db.execute(_NUMBER, (batch.writer, batch.number, batch.forgets))
+            if is_new.rowcount:
+                self._db.executemany(_ADD, batch.uses)
+                for table in ("usage", "usage_writers"):
+                    self._db.execute(f"DELETE FROM {table} WHERE period < ?", (batch.forgets,))
+
+    def usage(self, first: str, last: str) -> list[Use]:
+        """The uses in these periods and those between them, in order."""
+        found = self._db.execute(
+            "SELECT * FROM usage WHERE period BETWEEN ? AND ? ORDER BY period, tenant, key",
+            (first, last),
+        )
+        return [Use(*row) for row in found]
+
     def _links(self, owner: str, id: str, now: float) -> list[_Link]:
         named = {"owner": owner, "id": id, "now": now, "longest": LONGEST_CHAIN}
         return [_Link(*row) for row in self._db.execute(_CHAIN, named)]
@@ -288,6 +314,15 @@ class DocumentStore:
         return int(self._db.execute(query).fetchone()[0])
 
 
+_NUMBER = """
+INSERT INTO usage_writers VALUES (?, ?, ?) ON CONFLICT (writer)
+    DO UPDATE SET number = excluded.number, period = excluded.period
+    WHERE excluded.number > usage_writers.number
+"""
+_ADD = """
+INSERT INTO usage VALUES (?, ?, ?, ?, ?) ON CONFLICT (period, tenant, key)
+    DO UPDATE SET requests = requests + excluded.requests, tokens = tokens + excluded.tokens
+"""
 _DELETE = "DELETE FROM documents WHERE owner = ? AND id = ?"
 
 
@@ -530,3 +565,19 @@ class SqliteDocuments:
 
     async def close(self) -> None:
         await self._thread.close()
+
+
+class SqliteUsage:
+    """`UsageTable`, which the thread of this process reads and writes."""
+
+    def __init__(self, thread: StoreThread) -> None:
+        self._thread = thread
+
+    async def add(self, batch: Batch) -> None:
+        await self._thread.write(lambda file: file.add_usage(batch))
+
+    async def read(self, period: str) -> list[Use]:
+        return await self._thread.read(lambda file: file.usage(period, period))
+
+    async def days(self, month: str) -> list[Use]:
+        return await self._thread.read(lambda file: file.usage(f"{month}-01", f"{month}-31"))

@@ -126,7 +126,7 @@ async def opened(place: str, patient: None) -> AsyncIterator[Open]:
     async with contextlib.AsyncExitStack() as stack:
 
         def begin(limit_bytes: int = 4 << 20) -> Documents:
-            documents, _ = open_store(place, limit_bytes, Metrics(), None)
+            documents = open_store(place, limit_bytes, Metrics(), None).documents
             assert documents is not None
             stack.push_async_callback(documents.close)
             return documents
@@ -146,7 +146,7 @@ async def shared(setting: str, patient: None) -> AsyncIterator[Share]:
     async with contextlib.AsyncExitStack() as stack:
 
         def begin() -> SharedState:
-            _, state = open_store(setting, 0, Metrics(), None)
+            state = open_store(setting, 0, Metrics(), None).shared
             assert state is not None
             stack.push_async_callback(state.close)
             return state

@@ -269,7 +269,7 @@ async def test_the_account_of_a_redis_is_that_of_its_documents(
     import redis
 
     await asyncio.to_thread(named, emptied(redis_server), monkeypatch)
-    store, shared = open_store("env:STORE", 300_000, Metrics(), None)
+    store, shared, _ = open_store("env:STORE", 300_000, Metrics(), None)
     assert store is not None
     assert shared is not None
     random = Random(7)

@@ -33,7 +33,7 @@ async def both() -> AsyncIterator[Both]:
     async with AsyncExitStack() as stack:
 
         def begin(metrics: Metrics) -> tuple[Documents, SharedState]:
-            documents, state = open_store("env:STORE", 1 << 20, metrics, None)
+            documents, state, _ = open_store("env:STORE", 1 << 20, metrics, None)
             assert documents is not None
             assert state is not None
             stack.push_async_callback(documents.close)
