@@ -91,6 +91,7 @@ _PLAIN_WORDS = tuple(
         (r"Input should be a valid integer.*", "must be an integer"),
         (r"Input should be a valid ([^,]+).*", r"must be a \1"),
         (r"Input should be (.+)", r"must be \1"),
+        (r"'role' must be one of .*", "must be system, developer, user, assistant or tool"),
         (r"Unable to parse input string as an integer.*", "must be a smaller integer"),
     )
 )
@@ -102,6 +103,8 @@ _SENTENCES = {
     "Messages cannot be empty.": "messages: must not be empty",
     "Prompt cannot be empty": "prompt: must not be empty",
 }
+_NO_CONVERSATION = re.compile(r"Cannot apply chat template to an empty conversation.*")
+_NO_TOOL = re.compile(r"(?:Tool|tool_choice references tool) ('[^']*').* (?:in|the) .*tools list.*")
 _ITEM_TYPES: Mapping[str, Any] = {
     "content": (str, list),
     "output": (str, list),
@@ -146,6 +149,8 @@ def plain(message: str) -> str:
     """A message of SGLang's without what libraries say of themselves."""
     if (known := _SENTENCES.get(message)) is not None:
         return known
+    if (tool := _NO_TOOL.fullmatch(message)) is not None:
+        return f"tool_choice: {tool[1]} is not among the tools"
     errors = [
         {"loc": literal_eval(found[1]), "msg": literal_eval(found[2])}
         for found in _LISTED.finditer(message)
@@ -199,27 +204,38 @@ def _steps(place: str) -> tuple[Any, ...]:
     return tuple(int(step) if step.isdecimal() else step for step in steps)
 
 
-def _furthest(located: list[tuple[tuple[Any, ...], Any]]) -> list[tuple[tuple[Any, ...], Any]]:
+Steps = tuple[Any, ...]
+
+
+def _furthest(located: list[tuple[Steps, Any]]) -> list[tuple[Steps, Any]]:
     """Of each value that was tried as several types, the errors of those that come furthest."""
-    branches: dict[tuple[Any, ...], dict[Any, list[tuple[Any, ...]]]] = {}
+    left = located
+    for at in range(1, max((len(location) for location, _ in located), default=0)):
+        left = _furthest_at(left, at)
+    return left
+
+
+def _furthest_at(located: list[tuple[Steps, Any]], at: int) -> list[tuple[Steps, Any]]:
+    """The same of values whose types are this step of the path to an error."""
+    branches: dict[Steps, dict[Any, list[Steps]]] = {}
     for location, _ in located:
-        at = next((i for i, step in enumerate(location) if i and not _is_field(step)), None)
-        if at is not None:
+        if at < len(location) and not _is_field(location[at]):
             branches.setdefault(location[:at], {}).setdefault(location[at], []).append(location)
-    left = set[tuple[Any, ...]]()
+    left = set[Steps]()
     for tried in branches.values():
-        if len(tried) == 1:
-            continue
-        best = max(map(_distance, tried.values()))
-        for locations in tried.values():
-            if _distance(locations) < best:
+        distances = {step: _distance(locations, at) for step, locations in tried.items()}
+        best = max(distances.values())
+        for step, locations in tried.items():
+            if distances[step] < best:
                 left.update(locations)
     return [each for each in located if each[0] not in left]
 
 
-def _distance(locations: list[tuple[Any, ...]]) -> tuple[bool, int]:
-    """How far one type came: whether it is the kind that is meant, and how deep its faults are."""
-    return not any(each[-1] in _KINDS for each in locations), max(map(len, locations))
+def _distance(locations: list[Steps], at: int) -> tuple[bool, int]:
+    """How far the type at this step came: whether the value is of the kind that is meant, and how
+    deep its faults are."""
+    is_other = any(len(each) == at + 2 and each[-1] in _KINDS for each in locations)
+    return not is_other, max(map(len, locations))
 
 
 def _is_field(step: Any) -> bool:
@@ -238,7 +254,7 @@ _FILE = re.compile(
     r"(?<![\w/:])(/[\w.+@-]+){2,}\.(py|pyc|so|cc|cpp|cu|h|rs|json|jinja|safetensors)\b"
 )
 _NO_GRAMMAR = re.compile(r"^Failed to compile (\w+) grammar: ")
-_PATH = re.compile(r"(messages|prompt|tools|response_format)(\.[a-z0-9_]+)*")
+_PATH = re.compile(r"(messages|prompt|tools|tool_choice|response_format)(\.[a-z0-9_]+)*")
 _OWN_FIELDS = ("regex", "ebnf")
 INTERNAL = "Internal server error"
 
@@ -311,11 +327,14 @@ def error_of_validation(errors: Sequence[Any]) -> EngineError:
 
 
 def with_field(error: EngineError, protocol: Protocol, body: Any) -> EngineError:
-    """An error that says which field no grammar can be made of.
+    """An error that says which field no prompt or no grammar can be made of.
 
     A grammar with a structural tag is made of the tools, and of the answer's schema if there is
     one.
     """
+    if _NO_CONVERSATION.match(error.message):
+        field = protocol.turns_field or "body"
+        return error._replace(message=f"{field}: must not be empty", param=field)
     found = _NO_GRAMMAR.match(error.message)
     if found is None or error.param is not None:
         return error

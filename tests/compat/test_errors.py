@@ -36,10 +36,11 @@ from sgl_ext.compat.errors import (
     scrubbed,
     shaped,
     with_field,
+    with_path,
 )
 from sgl_ext.engine.core.request_context import RequestContext, enter, entered, put_on
 from sgl_ext.protocols.chat import CHAT
-from sgl_ext.protocols.registry import errors_of
+from sgl_ext.protocols.registry import errors_of, of_path
 from sgl_ext.protocols.responses import RESPONSES
 from tests.engine.scheduler.test_event_publisher import Engine
 from tests.waiting import HANG_S
@@ -294,6 +295,43 @@ def test_pydantic_s_errors_are_named_by_field() -> None:
 def test_pydantic_s_words_are_those_of_our_errors(said: str, words: str) -> None:
     error = error_of_validation([{"loc": ("body", "n"), "msg": said}])
     assert error == EngineError(400, f"n: must be {words}", "n")
+
+
+def test_the_part_of_a_message_that_is_wrong_is_named_and_not_its_role() -> None:
+    at = ("body", "messages", 0)
+    part = (*at, "UserParam", "content", "list[Text,Image]", 0)
+    found = [
+        {"loc": (*at, "GenericParam", "role"), "msg": "'role' must be one of 'system', 'root'."},
+        {"loc": (*at, "GenericParam", "content", "str"), "msg": "Input should be a valid string"},
+        {"loc": (*at, "UserParam", "content", "str"), "msg": "Input should be a valid string"},
+        {"loc": (*part, "TextPart", "text"), "msg": "Input should be a valid string"},
+        {"loc": (*part, "ImagePart", "type"), "msg": "Input should be 'image_url'"},
+        {"loc": (*part, "ImagePart", "image_url"), "msg": "Field required"},
+    ]
+    where = "messages.0.content.0.text"
+    assert error_of_validation(found) == EngineError(400, f"{where}: must be a string", where)
+
+
+@pytest.mark.parametrize(
+    ("said", "words"),
+    [
+        ("Tool 'nope' not found in tools list.", "tool_choice: 'nope' is not among the tools"),
+        (
+            "tool_choice references tool 'nope' but it is not in the forwarded tools list (a, b)",
+            "tool_choice: 'nope' is not among the tools",
+        ),
+    ],
+)
+def test_a_choice_of_no_tool_names_its_field(said: str, words: str) -> None:
+    assert plain(said) == words
+    assert with_path(EngineError(400, words)).param == "tool_choice"
+
+
+def test_an_empty_conversation_names_its_field() -> None:
+    said = "Cannot apply chat template to an empty conversation. Provide at least one message."
+    for path, field in (("/v1/responses", "input"), ("/v1/chat/completions", "messages")):
+        error = with_field(EngineError(400, said), of_path(path), {})
+        assert error == EngineError(400, f"{field}: must not be empty", field)
 
 
 def test_a_failed_response_says_why() -> None:
