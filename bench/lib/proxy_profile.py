@@ -67,7 +67,7 @@ _STEPS = {
         "routing/standby_prefill",
         "protocols/request_ids",
     ),
-    "relay the answer": ("http/upstream", "relay/exchange"),
+    "relay the answer": ("http/upstream", "relay/exchange", "relay/resends", "relay/heartbeats"),
     "usage, metrics and request log": (
         *("reading/usage", "reporting/activity", "metrics/registry"),
         "reporting/request_log",

@@ -155,9 +155,9 @@ class RequestHead:
         return read_headers(self.fields)
 
     @cached_property
-    def copies_hash(self) -> "xxhash.xxh3_128":
-        """What two copies of a request have in common in their heads; `hints` include the session.
-        Copy it before you update it."""
+    def resend_hash(self) -> "xxhash.xxh3_128":
+        """The hash of what a request's head shares with that of the request when it is sent again;
+        `hints` include the session. Copy it before you update it."""
         hints = "".join(f"\n{name}: {value}" for name, value in sorted(self.hints.items()))
         found = xxhash.xxh3_128(f"{self.method}\n{self.tenant}{hints}\n".encode())
         found.update(self.target)
@@ -199,7 +199,7 @@ class RequestHead:
         self.headers = theirs + added
         self.fields = dict(self.headers)
         self.__dict__.pop("hints", None)
-        self.__dict__.pop("copies_hash", None)
+        self.__dict__.pop("resend_hash", None)
         self.begun = None, b""
         self.upstream_lines = header_lines(theirs, _NOT_UPSTREAM) + header_lines(added, ())
 

@@ -20,7 +20,7 @@ the retries of requests that an engine answered with 503. After the first byte a
 replayed, and a cut stream ends in the protocol's error event.
 
 When the client disconnects, the connection to the worker is closed, and the engine aborts. What a
-model answers waits for a moment before that, as its client may send the request again (`patience`).
+model answers waits for a moment before that, as its client may send the request again (`resends`).
 """
 
 import asyncio
@@ -49,7 +49,6 @@ from sgl_ext.balancer.http.upstream import (
     stream_lines,
 )
 from sgl_ext.balancer.metrics.registry import band
-from sgl_ext.balancer.relay.patience import MAX_SENT_BYTES, NO_CLIENT, copy_key
 from sgl_ext.balancer.relay.preparation import (
     NOT_PREPARED,
     Preparation,
@@ -59,6 +58,7 @@ from sgl_ext.balancer.relay.preparation import (
     prepare,
 )
 from sgl_ext.balancer.relay.reading import Reading, without_usage
+from sgl_ext.balancer.relay.resends import MAX_SENT_BYTES, NO_CLIENT, resend_key
 from sgl_ext.balancer.relay.services import Services
 from sgl_ext.balancer.reporting.request_log import (
     Course,
@@ -197,8 +197,11 @@ class Failed(Protocol):
     def __call__(self, reason: str, /, *, answered: bool) -> None: ...
 
 
-class PrefillLeg:
-    """One copy. failed: called with the reason, and whether the engine answered an error."""
+class PrefillRequest:
+    """A request as its prefill engine gets it, which hands the KV over to the decode engine.
+
+    failed: called with the reason, and whether the engine answered an error.
+    """
 
     def __init__(
         self,
@@ -361,7 +364,7 @@ class Exchange:
     _attempts = 0
     _connection: Upstream | None = None
     _connecting: asyncio.Task[None] | None = None
-    _leg: PrefillLeg | None = None
+    _prefill_request: PrefillRequest | None = None
     _is_sent = False  # in this attempt
     _is_answered = False  # the whole response to this attempt has arrived
     _wait_reason = ""
@@ -381,12 +384,12 @@ class Exchange:
     _counted_bytes = 0
     _ttft_s = 0.0
     # If a client may ask for this answer again: the key of its request, and what was sent of it.
-    _copy_key = b""
+    _resend_key = b""
     _sent: bytearray | None = None
     _is_left = False
     _paid_tokens: int | None = None  # when its client left
-    # The earlier copy that answers in place of this one.
-    _copy: "Exchange | None" = None
+    # The same request, sent earlier, that answers in place of this one.
+    _earlier: "Exchange | None" = None
 
     def __init__(
         self,
@@ -436,8 +439,8 @@ class Exchange:
                     reading = await self._done(work)
                 if self._spans is not None:
                     self._spans.read(reading.model)
-                if plan.runs and self._finds_copy():
-                    return  # an earlier copy of the request answers
+                if plan.runs and self._is_answered_by_earlier():
+                    return  # the same request, sent earlier, answers
                 preparation = prepare(services, self._request, plan, reading, self._turns)
             elif head.route is not None:
                 self._is_listed = services.models.lists(head.path)
@@ -650,7 +653,7 @@ class Exchange:
         rest = hand_over_line(attempt.worker) + lines[len(first) :]
         failed = partial(self._prefill_failed, attempt)
         whole = pool.request_line(head.method, head.target) + rest
-        self._leg = PrefillLeg(pool, whole, self._request.body, failed)
+        self._prefill_request = PrefillRequest(pool, whole, self._request.body, failed)
         return first + rest
 
     def _trace_lines(self) -> str:
@@ -777,7 +780,7 @@ class Exchange:
         self._warn("attempt failed", failure.reason)
         if self._spans is not None:
             self._spans.upstream_ended(failure.reason)
-        self._release(by_worker=failure.by_worker, answered=failure.answered)
+        self._end_attempt(by_worker=failure.by_worker, answered=failure.answered)
         self._response = NO_RESPONSE
         if self._way.is_final:
             self._lost = max(self._lost, 1)
@@ -791,9 +794,9 @@ class Exchange:
         if not untried and self._attempts >= MAX_ATTEMPTS + self._lost:
             raise self._rejection(no_engine())
 
-    def _release(self, *, by_worker: bool, answered: bool = False) -> None:
+    def _end_attempt(self, *, by_worker: bool, answered: bool = False) -> None:
         """Ends an attempt that failed, or leaves the admission queue."""
-        self._end_leg()
+        self._abort_prefill()
         attempt, self._attempt = self._attempt, None
         if attempt is None:
             self._model.queue.remove(self)
@@ -801,13 +804,13 @@ class Exchange:
         else:
             self._model.router.attempts.fail(attempt, by_worker=by_worker, answered=answered)
 
-    def _end_leg(self) -> None:
-        leg, self._leg = self._leg, None
-        if leg is not None:
-            leg.abort()
+    def _abort_prefill(self) -> None:
+        request, self._prefill_request = self._prefill_request, None
+        if request is not None:
+            request.abort()
 
     def _disconnect(self) -> None:
-        self._end_leg()
+        self._abort_prefill()
         connection, self._connection = self._connection, None
         connecting, self._connecting = self._connecting, None
         if connection is not None:
@@ -1004,8 +1007,8 @@ class Exchange:
 
     def resume(self) -> None:
         """The client reads again."""
-        if self._copy is not None:
-            self._copy.resume()
+        if self._earlier is not None:
+            self._earlier.resume()
         elif self._connection is not None:
             self._connection.resume()
 
@@ -1070,7 +1073,7 @@ class Exchange:
         self._stage = ENDED
         status, usage = self._response.head.status, None
         if status != OK:  # else its prefill has ended, or ends now
-            self._end_leg()
+            self._abort_prefill()
         attempt, self._attempt = self._attempt, None
         if attempt is not None:
             if self._is_run:
@@ -1095,7 +1098,7 @@ class Exchange:
             self._settle(None if usage is None else usage.computed_tokens)
         self._count()
         if self._is_left and not (self._response.head.streams or self._sent):
-            self._forget_copy()
+            self._forget_resend()
 
     def _fail(self, error: Exception) -> None:
         """The request cannot be answered by a worker."""
@@ -1148,8 +1151,8 @@ class Exchange:
 
     def end(self) -> None:
         """The balancer ends, and the client learns that."""
-        if self._copy is not None:
-            self._copy.end()
+        if self._earlier is not None:
+            self._earlier.end()
         else:
             self._give_up("the balancer ends", shutting_down())
 
@@ -1164,11 +1167,11 @@ class Exchange:
 
     def client_gone(self) -> None:
         """The client disconnected. It may send the request again."""
-        if self._copy is not None:
-            self._copy.client_gone()
+        if self._earlier is not None:
+            self._earlier.client_gone()
             return
         self._services.metrics.client_disconnects.inc()
-        if self._copy_key and self.can_be_taken and self._services.resends.resend_s:
+        if self._resend_key and self.can_be_taken and self._services.resends.resend_s:
             self._leave()
         else:
             self.stop()
@@ -1195,27 +1198,27 @@ class Exchange:
         self._stage = ENDED
         if self._preparation.beat:
             self._services.heartbeats.end(self)
-        self._release(by_worker=by_worker)
+        self._end_attempt(by_worker=by_worker)
         if self._is_left:
-            self._forget_copy()
+            self._forget_resend()
 
     # A client that leaves, and sends its request again.
 
-    def _finds_copy(self) -> bool:
-        """Whether the client sent this request before, and its copy answers now. Otherwise this one
-        may be the copy of a later one."""
+    def _is_answered_by_earlier(self) -> bool:
+        """Whether the client sent this request before, and that one answers now. Otherwise this one
+        may answer in place of a later one."""
         body, resends = self._request.body, self._services.resends
         may_be_resent = resends.resend_s and self._way.may_be_resent and self._turns is None
         if not may_be_resent or len(body) > LARGE_BODY_BYTES:
             return False
-        self._copy_key = copy_key(self._head, body)
-        copy = resends.take(self._copy_key)
-        if not isinstance(copy, Exchange):
+        self._resend_key = resend_key(self._head, body)
+        earlier = resends.take(self._resend_key)
+        if not isinstance(earlier, Exchange):
             self._sent = bytearray()
             return False
         self._services.metrics.resent_requests.inc()
-        self._stage, self._copy = ENDED, copy
-        copy.taken_over(self)
+        self._stage, self._earlier = ENDED, earlier
+        earlier.taken_over(self)
         return True
 
     def _leave(self) -> None:
@@ -1229,13 +1232,14 @@ class Exchange:
         self._request.hold = services.account.hold(self._head.tenant)
         self._hold()
         self.resume()
-        services.resends.leave(self._copy_key, self)
+        services.resends.leave(self._resend_key, self)
 
     @property
     def can_be_taken(self) -> bool:
         """Whether another client could get the whole answer, and at once if it is there.
 
-        An engine that stands still gets no new requests, so a copy goes to another one.
+        An engine that stands still gets no new requests, so one that is sent again goes to
+        another.
         """
         if self._stage in (BEFORE_FIRST_BYTE, WAITING):
             worker = None if self._attempt is None else self._attempt.answerer
@@ -1243,7 +1247,7 @@ class Exchange:
         return self._sent is not None
 
     def taken_over(self, later: "Exchange") -> None:
-        """The client of a later copy gets the answer, from its beginning."""
+        """The client that sent the request again gets the answer, from its beginning."""
         if self._stage is not ENDED:
             status = None if self._stage is BEFORE_FIRST_BYTE else self._response.head.status
             self._keep(Outcome.DISCONNECTED, status)
@@ -1272,12 +1276,12 @@ class Exchange:
         elif self._client.paused and self._connection is not None:
             self._connection.pause()
 
-    def _forget_copy(self) -> None:
-        self._services.resends.forget(self._copy_key, self)
+    def _forget_resend(self) -> None:
+        self._services.resends.forget(self._resend_key, self)
         self._request.hold.release()
 
     def _note_sent(self, sent: bytearray, data: bytes) -> None:
-        """Keeps what was sent for a later copy of the request, within bounds."""
+        """Keeps what was sent for a client that sends the request again, within bounds."""
         account = self._services.account
         if len(sent) + len(data) > MAX_SENT_BYTES or account.used > account.limit_bytes // 2:
             self._sent = None

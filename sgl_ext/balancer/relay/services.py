@@ -16,7 +16,8 @@ from sgl_ext.balancer.http.downstream import RawResponse
 from sgl_ext.balancer.http.upstream import ConnectionPool, EngineConnections
 from sgl_ext.balancer.metrics.registry import Metrics
 from sgl_ext.balancer.relay.bodies import Bodies
-from sgl_ext.balancer.relay.patience import MOST_LEFT, Heartbeats, Resends
+from sgl_ext.balancer.relay.heartbeats import Heartbeats
+from sgl_ext.balancer.relay.resends import MOST_LEFT, Resends
 from sgl_ext.balancer.reporting.activity import Activity, HitRates
 from sgl_ext.balancer.reporting.cache_turns import CacheTurns
 from sgl_ext.balancer.reporting.diagnosis import remembering

@@ -8,8 +8,8 @@ from typing import Any
 import orjson
 import pytest
 
-from sgl_ext.balancer.relay import exchange, patience
-from sgl_ext.balancer.relay.patience import MOST_LEFT, Resends
+from sgl_ext.balancer.relay import exchange, resends
+from sgl_ext.balancer.relay.resends import MOST_LEFT, Resends
 from sgl_ext.balancer.server import Balancer
 from tests.balancer.conftest import Connect, Serve
 from tests.balancer.wire import Raw, Wire, answer, chunked, request, sse, until
@@ -359,7 +359,7 @@ async def test_an_answer_beyond_the_buffer_stops_at_once(
     serve: Serve, connect: Connect, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(exchange, "MAX_SENT_BYTES", len(ONE) + 1)
-    assert patience.MAX_SENT_BYTES == 256 * 1024
+    assert resends.MAX_SENT_BYTES == 256 * 1024
     worker = Raw([*OPEN, *chunked(ONE, TWO, end=b"")])
     node = Node(await serve(worker, resend_s=RESEND_S), connect)
     first = await node.send(asked())
