@@ -151,12 +151,9 @@ class _Group:
     versions: OrderedDict[str, _Version] = field(default_factory=OrderedDict)
 
 
-class _Turn(NamedTuple):
-    """A conversation's last prompt. before: the last hash of the one that it continues."""
-
-    chain: Chain
-    head: int
-    before: int
+_Turn = tuple[Chain, int]
+"""A conversation's last prompt, and the last hash of the one that it continues. A plain tuple: one
+is made for each request."""
 
 
 class Heads:
@@ -164,25 +161,33 @@ class Heads:
 
     def __init__(self) -> None:
         self.size_bytes = 0
-        self._turns: OrderedDict[Hashable, _Turn] = OrderedDict()
+        self._turns: dict[Hashable, _Turn] = {}
         self._sketches: OrderedDict[int, Sketch] = OrderedDict()
         self._groups: OrderedDict[Hashable, _Group] = OrderedDict()
 
     def is_usual(self, conversation: Hashable, chain: Chain) -> bool:
-        """Whether a prompt's head is known and it continues its conversation, if it has one. Then
-        it is remembered, and there is nothing to find."""
-        hashes, count = chain.hashes, chain.head_segments
-        if not hashes:
-            return True
-        head = hashes[count - 1] if count else 0
-        old = self._turns.get(conversation)
-        if old is not None:
-            end = len(old.chain.hashes)
-            if end > len(hashes) or hashes[end - 1] != old.chain.hashes[-1]:
-                return False
-        if count and head not in self._sketches:
+        """Whether a prompt continues its conversation, or begins one with a head that is known.
+        Then it is remembered, and there is nothing to find. Nearly every request comes here."""
+        hashes, old = chain.hashes, self._turns.get(conversation)
+        if old is None:
+            return self._begins(conversation, chain)
+        last = old[0].hashes
+        end, count = len(last), len(hashes)
+        if end > count or hashes[end - 1] != last[-1]:
             return False
-        self._keep(conversation, chain, head, 0 if old is None else old.chain.hashes[-1])
+        # In its place: moving it to the end would cost as much as all else.
+        self._turns[conversation] = chain, last[-1]
+        self.size_bytes += _SEGMENT_BYTES * (count - end)
+        if self.size_bytes > LIMIT_BYTES:
+            self._shrink()
+        return True
+
+    def _begins(self, conversation: Hashable, chain: Chain) -> bool:
+        if not chain.hashes:
+            return True
+        if (head := _head_of(chain)) and head not in self._sketches:
+            return False
+        self._keep(conversation, chain, 0)
         return True
 
     def find(
@@ -200,17 +205,16 @@ class Heads:
         group: prompts of a group should begin alike. read: the blocks of the prompt.
         """
         blocks = read()
-        count = chain.head_segments
-        head = chain.hashes[count - 1] if count else 0
+        head = _head_of(chain)
         old = self._turns.get(conversation)
         found = of_version = None
-        if count and (new := self._sketches.get(head)) is None:
+        if head and (new := self._sketches.get(head)) is None:
             new = self._sketch(head, blocks)
-            before = None if old is None else self._sketches.get(old.head)
+            before = None if old is None else self._sketches.get(_head_of(old[0]))
             of_version, found = self._compare(group, version, new, before, blocks)
-        if found is None and old is not None and old.head == head:
+        if found is None and old is not None and _head_of(old[0]) == head:
             found = _in_messages(old, chain, blocks, is_compacted=is_compacted)
-        self._keep(conversation, chain, head, 0 if old is None else old.chain.hashes[-1])
+        self._keep(conversation, chain, 0 if old is None else old[0].hashes[-1])
         return of_version or found
 
     def _compare(
@@ -241,24 +245,34 @@ class Heads:
     def _sketch(self, head: int, blocks: Sequence[Block]) -> Sketch:
         made = self._sketches[head] = sketch_of(blocks)
         self.size_bytes += made.size_bytes
-        while len(self._sketches) > 1 and (
-            self.size_bytes > LIMIT_BYTES or len(self._sketches) > _MOST_HEADS
-        ):
-            self.size_bytes -= self._sketches.popitem(last=False)[1].size_bytes
+        self._shrink()
         return made
 
-    def _keep(self, conversation: Hashable, chain: Chain, head: int, before: int) -> None:
+    def _keep(self, conversation: Hashable, chain: Chain, before: int) -> None:
         if conversation is None:
             return
-        turns = self._turns
-        if (old := turns.pop(conversation, None)) is not None:
-            self.size_bytes -= _SEGMENT_BYTES * len(old.chain.hashes)
-        turns[conversation] = _Turn(chain, head, before)
+        if (old := self._turns.pop(conversation, None)) is not None:
+            self.size_bytes -= _SEGMENT_BYTES * len(old[0].hashes)
+        self._turns[conversation] = chain, before
         self.size_bytes += _SEGMENT_BYTES * len(chain.hashes)
+        self._shrink()
+
+    def _shrink(self) -> None:
+        """Drops the oldest until the bounds hold: conversations first, as heads are few."""
+        turns, sketches = self._turns, self._sketches
         while len(turns) > 1 and (
             self.size_bytes > LIMIT_BYTES or len(turns) > _MOST_CONVERSATIONS
         ):
-            self.size_bytes -= _SEGMENT_BYTES * len(turns.popitem(last=False)[1].chain.hashes)
+            oldest = next(iter(turns))
+            self.size_bytes -= _SEGMENT_BYTES * len(turns.pop(oldest)[0].hashes)
+        while len(sketches) > 1 and (self.size_bytes > LIMIT_BYTES or len(sketches) > _MOST_HEADS):
+            self.size_bytes -= sketches.popitem(last=False)[1].size_bytes
+
+
+def _head_of(chain: Chain) -> int:
+    """The hash of a prompt's tools and instructions; 0 without any."""
+    count = chain.head_segments
+    return chain.hashes[count - 1] if count else 0
 
 
 def _watch(group: _Group, version: str, new: Sketch, blocks: Sequence[Block]) -> Found | None:
@@ -299,11 +313,12 @@ def _in_messages(
 ) -> Found | None:
     """Where messages diverge from those of the conversation's last prompt. What follows is counted
     as lost, as the hashes of both differ from there on."""
-    count = common_prefix(old.chain.hashes, chain.hashes)
-    if count == len(chain.hashes) or (old.before and old.before in chain.hashes):
+    earlier, before = old
+    count = common_prefix(earlier.hashes, chain.hashes)
+    if count == len(chain.hashes) or (before and before in chain.hashes):
         return None  # it was sent again, or another turn follows the prompt before
     at_bytes = chain.ends[count - 1] if count else 0
-    rest, old_rest = chain.ends[-1] - at_bytes, old.chain.ends[-1] - at_bytes
+    rest, old_rest = chain.ends[-1] - at_bytes, earlier.ends[-1] - at_bytes
     kind = "truncated" if 2 * rest < old_rest else "rewritten"
     if is_compacted:
         kind = COMPACTION

@@ -143,9 +143,10 @@ class QuickDetector:
         chain = routing.chain
         conversation = (routing.session, chain.opening) if routing.session is not None else None
         if self._heads.is_usual(conversation, chain):
-            sums = self._usual.get(facts.harness)
-            if sums is None:
-                sums = self._usual.setdefault(facts.harness, [0, 0])
+            try:
+                sums = self._usual[facts.harness]
+            except KeyError:
+                sums = self._usual[facts.harness] = [0, 0]
             sums[0] += 1
             sums[1] += routing.prompt_tokens
             return None, None
