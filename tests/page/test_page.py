@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from typing import Any
 from urllib.parse import urlsplit
 
 import pytest
+from aiohttp import ClientSession
 
 from sgl_ext.balancer.admin import state
+from sgl_ext.reading.usage import Usage
 from tests.page.conftest import OpenWindow
-from tests.page.fake_node import FakeEngine, fake_node, load, pin
+from tests.page.fake_node import FakeEngine, FakeNode, fake_node, load, pin
 from tests.waiting import HANG_S
 
 expect = pytest.importorskip("playwright.async_api", reason="it is in the extra dev").expect
@@ -318,3 +321,119 @@ async def test_without_keys_another_machine_s_name_gets_the_reason(window: OpenW
             tunnel = f"ssh -L {port}:127.0.0.1:{port} gpu-box.test"
             await expect(page.locator("#gate")).to_contain_text(tunnel)
             await expect(page.get_by_label(KEY)).to_be_hidden()
+
+
+# Of a row, the cells whose text is on several lines; prose and states may be.
+WRAPS = """(row) => [...row.cells]
+  .filter((cell) => !cell.matches(".text, .state") && cell.offsetParent)
+  .filter((cell) => {
+    const range = document.createRange();
+    range.selectNodeContents(cell);
+    const shown = [...range.getClientRects()].filter((rect) => rect.width && rect.height);
+    const middle = (rect) => (rect.top + rect.bottom) / 2;
+    return shown.some((rect) => middle(rect) > shown[0].bottom || middle(rect) < shown[0].top);
+  }).map((cell) => cell.textContent)"""
+
+
+async def ask_for(node: FakeNode, session: str, count: int = 1) -> None:
+    """Requests of a session."""
+    async with ClientSession(node.url) as client:
+        for _ in range(count):
+            usage = {"prompt_tokens": 2254, "completion_tokens": 9}
+            usage |= {"prompt_tokens_details": {"cached_tokens": 2076}}  # type: ignore[dict-item]
+            body = {"messages": [{"role": "user", "content": "Hi"}], "usage": usage}
+            headers = {"x-session-id": session, "x-tenant-id": "alice"}
+            async with client.post("/v1/chat/completions", json=body, headers=headers) as answer:
+                await answer.read()
+
+
+@pytest.mark.parametrize("width", [390, 800, 1280])
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+async def test_a_session_leads_to_what_took_its_requests_their_time(
+    window: OpenWindow, width: int, scheme: str
+) -> None:
+    async with (
+        fake_node(FakeEngine(0, [pin(0, session="session-b")])) as node,
+        window(node.url, width=width, scheme=scheme) as opened,
+    ):
+        await ask_for(node, "session-a", 2)
+        await ask_for(node, "session-b")
+        page = opened.page
+        rows = table(page, "Requests").locator("tbody tr")
+        await page.locator("#requests").scroll_into_view_if_needed()
+        await expect(rows).to_have_count(3)
+        await expect(rows.first).to_contain_text(
+            "waited 0 ms in the queue and 0 ms behind a prefill"
+        )
+        await expect(rows.first).to_contain_text("2,076 of 2,254 tokens were cached; first token")
+        # By the keyboard, from the session's row.
+        link = page.get_by_role("link", name="Requests of the session session-a").first
+        await link.focus()
+        await page.keyboard.press("Enter")
+        await expect(rows).to_have_count(2)
+        await expect(page.locator("#requests-title")).to_be_focused()
+        await expect(page.get_by_role("searchbox", name="Session")).to_have_value("session-a")
+        assert page.url.endswith("#requests?session=session-a")
+        assert await page.evaluate("document.documentElement.scrollWidth") == width
+        for selector in ("#requests .note", "#requests a", "#requests td", ".filter label"):
+            for each in await page.locator(f"{selector}:visible").all():
+                if await each.inner_text():
+                    assert await each.evaluate(CONTRAST) >= 4.5, selector
+        await page.get_by_role("button", name="Show all").focus()
+        await page.keyboard.press("Enter")
+        await expect(rows).to_have_count(3)
+        assert not opened.faults
+
+
+async def test_who_was_refused_is_shown_with_the_reason(window: OpenWindow) -> None:
+    async with fake_node() as node, window(f"{node.url}/#requests?status=refused") as opened:
+        await ask_for(node, "session-a")
+        page = opened.page
+        rows = table(page, "Requests").locator("tbody tr")
+        await expect(rows).to_have_count(1)
+        await expect(rows).to_contain_text("before any engine had it: No engine is ready")
+        note = page.locator("#requests [role=status]")
+        await expect(note).to_contain_text("No engine is ready")
+        assert not opened.faults
+
+
+async def test_among_a_thousand_sessions_one_is_found_and_the_worst_are_first(
+    window: OpenWindow,
+) -> None:
+    async with fake_node(FakeEngine(0)) as node, window(node.url) as opened:
+        activity, now_s = node.balancer._services.activity, time.time()
+        for number in range(1100):
+            usage = Usage(1000, number % 1000, 100)
+            name, ttft_s = f"made-{number:04}", 0.1 if number != 500 else 30.0
+            activity.add(now_s - number / 10, "alice", number, "e", 0, usage, ttft_s, name=name)
+        page = opened.page
+        rows = table(page, "Sessions").locator("tbody tr")
+        await expect(rows).to_have_count(200)
+        await expect(page.locator("#sessions-count")).to_have_text("1,100")
+        await page.get_by_role("searchbox", name="Search").fill("made-0777 alice")
+        await expect(rows).to_have_count(1)
+        await expect(page.locator("#sessions-note")).to_have_text("1 of 1,100")
+        await page.get_by_role("searchbox", name="Search").fill("")
+        await page.get_by_role("combobox", name="Sort").select_option("slowest first")
+        await expect(rows.first).to_contain_text("30 s")
+        await expect(rows).to_have_count(200)
+        await page.get_by_role("combobox", name="Sort").select_option("latest first")
+        await expect(rows.first).to_contain_text("made-000")
+        asked = [each for each in opened.requests if "/sgl_ext/sessions?" in each]
+        assert len(asked) < 20, "it asks once in a while"
+        assert not opened.faults
+
+
+async def test_at_1280_pixels_no_cell_wraps(window: OpenWindow) -> None:
+    engines = [FakeEngine(number, [pin(number)]) for number in range(3)]
+    async with fake_node(*engines) as node, window(node.url, width=1280) as opened:
+        await node.answer(6)
+        await node.ask_as_claude_code("3f1c9d2e-5b1c-4b7e-9a11-0c2d3e4f5a6b", "helper")
+        page = opened.page
+        await page.locator("#requests").scroll_into_view_if_needed()
+        await expect(table(page, "Requests").locator("tbody tr")).to_have_count(
+            7, timeout=HANG_S * 1000
+        )
+        await expect(table(page, "Sessions").locator("tbody tr")).to_have_count(7)
+        for row in await page.locator("tbody tr:visible").all():
+            assert await row.evaluate(WRAPS) == []

@@ -8,6 +8,7 @@ docs/guide/operations.md describes its fields. What is not known is null. Lists 
 they leave out is the smallest or the oldest, and `counts` has how many there are.
 
 GET /sgl_ext/state    the document
+GET /sgl_ext/sessions all sessions of the last hour, by ?search=WORDS and &sort=ttft
 GET /sgl_ext/live     `event: state` with it as `data:`, about once a second
 
 The document is made when a client requests it, and one serves all clients of about that time. A
@@ -27,7 +28,14 @@ from aiohttp import web
 
 from sgl_ext.balancer.admin.operations import SERVICES
 from sgl_ext.balancer.relay.services import Services
-from sgl_ext.balancer.reporting.activity import SHOWN_PROGRAMS, merged, programs_of
+from sgl_ext.balancer.reporting.activity import (
+    MOST_SESSIONS,
+    SHOWN_PROGRAMS,
+    SORTS,
+    merged,
+    programs_of,
+    searched,
+)
 from sgl_ext.balancer.routing.worker import Worker
 from sgl_ext.doctor.report import add_advice
 from sgl_ext.protocols import routes
@@ -35,7 +43,7 @@ from sgl_ext.protocols.errors import BalancerError
 from sgl_ext.reading.client import shown_name
 from sgl_ext.version import versions
 
-SHOWN_PINS = 200
+SHOWN_PINS = SHOWN_FOUND = 200
 SHOWN_TENANTS = 100
 SHOWN_DIVERGENCES = 50
 SHOWN_PRIORITIES = 32
@@ -231,6 +239,25 @@ def _tenants(
     return rows, len(named) + len(idle)
 
 
+SESSIONS = "/sgl_ext/sessions"
+_MOST_WORDS = 200
+
+
+async def find_sessions(request: web.Request) -> web.Response:
+    """Sessions of the last hour that a search finds, in an order: of all processes, in a thread."""
+    query, states = request.query, request.app[STATES]
+    words, sort = query.get("search", "")[:_MOST_WORDS], query.get("sort", "last")
+    if sort not in SORTS:
+        message = f"sort: must be one of {', '.join(SORTS)}, not {sort!r}"
+        raise BalancerError(HTTPStatus.BAD_REQUEST, message)
+    sessions = await states.sessions()
+    rows, count = await asyncio.to_thread(searched, sessions, words, sort, SHOWN_FOUND)
+    document = {"sessions": rows, "count": count, "of": len(sessions)}
+    headers = {"cache-control": "no-store"}
+    body = orjson.dumps(document)
+    return web.Response(body=body, content_type="application/json", headers=headers)
+
+
 MOST_STREAMS = 16
 _SLOW_S = 10.0
 _RETRY_AFTER_S = 10
@@ -248,7 +275,9 @@ class States:
         self.streams = 0
         self._services = services
         self._json = b""
-        self._making = asyncio.Lock()
+        self._making, self._merging = asyncio.Lock(), asyncio.Lock()
+        self._sessions: list[dict[str, Any]] = []
+        self._merged_s = float("-inf")
         self._made_s = float("-inf")
         services.metrics.live_streams.set_function(lambda: self.streams)
         add_table = services.metrics.tables.add
@@ -263,10 +292,28 @@ class States:
                 self._made_s = time.monotonic()
         return self._json
 
+    async def sessions(self) -> list[dict[str, Any]]:
+        """All sessions of the last hour, as of about now. Those who ask together share them."""
+        async with self._merging:
+            if time.monotonic() - self._merged_s >= self.interval_s:
+                services, now_s = self._services, time.time()
+                activity = services.activity.as_json(now_s)
+                self._sessions = await asyncio.to_thread(_sessions, services, activity, now_s)
+                self._merged_s = time.monotonic()
+        return self._sessions
+
     async def _make(self) -> bytes:
         await asyncio.to_thread(versions)  # which may run git, the first time
         children = await self._services.launcher.children()
         return orjson.dumps(document(self._services, children, time.time()))
+
+
+def _sessions(
+    services: Services, activity: Mapping[str, Any], now_s: float
+) -> list[dict[str, Any]]:
+    others = [orjson.loads(text)["activity"] for text in services.whole.other_states()]
+    found: list[dict[str, Any]] = merged([activity, *others], now_s, MOST_SESSIONS)["sessions"]
+    return found
 
 
 STATES = web.AppKey("states", States)
@@ -307,4 +354,5 @@ async def stream(request: web.Request) -> web.StreamResponse:
 STATE_ROUTES = (
     web.route("GET", routes.STATE, show),
     web.route("GET", routes.LIVE, stream),
+    web.route("GET", SESSIONS, find_sessions),
 )

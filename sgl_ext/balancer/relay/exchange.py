@@ -1319,7 +1319,7 @@ class Exchange:
                 preparation.moved,
             ),
         )
-        self._services.request_log.keep(ended)
+        self._services.request_log.keep(ended, self.routing.session)
         if self._spans is not None and self._services.span_export is not None:
             self._services.span_export.add(self._spans, ended)
         return ended

@@ -141,7 +141,7 @@ def _quantile(counts: _Counts, share: float) -> float | None:
     return None
 
 
-MOST_SESSIONS = 1024
+MOST_SESSIONS = 1536
 MOST_TENANTS = 256
 SHOWN_SESSIONS = 200
 SESSION_S = 3600.0
@@ -149,8 +149,9 @@ OTHERS = "other tenants"
 """Stands for the tenants beyond the bound."""
 
 # tenant, engine, turns, prompt tokens and time of the last turn; prompt tokens of all turns whose
-# answer reported a usage, and cached ones of these; harness, class and type of agent of the last
-# turn, the harness's session, and the name of the session
+# answer reported a usage, and cached ones of these; times to the first token, their number, and the
+# requests that ended in an error; harness, class and type of agent of the last turn, the harness's
+# session, and the name of the session
 _Session = tuple[Any, ...]
 # requests; prompt tokens of those that reported a usage, and cached ones of these
 _Totals = list[int]
@@ -199,9 +200,11 @@ class Activity:
         totals[2] += cached
         if session is not None:
             row = self._sessions.get(session)
-            turns = 1
+            turns, firsts, errors = 1, int(ttft_s is not None), int(ttft_s is None)
+            waited_s = ttft_s or 0.0
             if row is not None:
                 turns, prompt, cached = row[2] + 1, row[5] + prompt, row[6] + cached
+                waited_s, firsts, errors = row[7] + waited_s, row[8] + firsts, row[9] + errors
             self._sessions[session] = (
                 tenant if row is None else row[0],
                 engine,
@@ -210,6 +213,9 @@ class Activity:
                 now_s,
                 prompt,
                 cached,
+                waited_s,
+                firsts,
+                errors,
                 facts.harness,
                 facts.request_class,
                 facts.agent_type,
@@ -219,15 +225,40 @@ class Activity:
             if row is None and len(self._sessions) > MOST_SESSIONS:
                 self._drop_sessions()
 
+    def add_error(
+        self,
+        now_s: float,
+        tenant: str,
+        session: int,
+        engine: str,
+        prompt_tokens: int,
+        facts: ClientFacts,
+        name: str | None,
+    ) -> None:
+        """Adds a request that the balancer refused, or that ended in an error."""
+        row = self._sessions.get(session)
+        if row is not None:
+            kept = [*row]
+            kept[4], kept[9] = now_s, row[9] + 1
+            self._sessions[session] = tuple(kept)
+            return
+        of_client = facts.harness, facts.request_class, facts.agent_type, facts.session
+        shown = f"{session:032x}" if name is None else name
+        totals = 0, 0, 0.0, 0, 1
+        about = tenant, engine, 0, prompt_tokens, now_s
+        self._sessions[session] = (*about, *totals, *of_client, shown)
+        if len(self._sessions) > MOST_SESSIONS:
+            self._drop_sessions()
+
     def _drop_sessions(self) -> None:
         """Drops those that were not used for longest, many at once."""
         rows = sorted(self._sessions.items(), key=lambda item: item[1][4])
         self._sessions = dict(rows[len(rows) // 4 :])
 
     def as_json(self, now_s: float) -> dict[str, Any]:
-        """What `merged` adds up: the most recent sessions, and all tenants."""
+        """What `merged` adds up: the sessions, the most recent first, and all tenants."""
         rows = [(id, *row) for id, row in self._sessions.items() if now_s - row[4] < SESSION_S]
-        recent = sorted(rows, key=lambda row: -row[5])[:SHOWN_SESSIONS]
+        recent = sorted(rows, key=lambda row: -row[5])
         return {
             "history": self.history.as_json(),
             "session_count": len(rows),
@@ -236,15 +267,17 @@ class Activity:
         }
 
 
-def merged(documents: Iterable[Mapping[str, Any]], now_s: float) -> dict[str, Any]:
+def merged(
+    documents: Iterable[Mapping[str, Any]], now_s: float, most: int = SHOWN_SESSIONS
+) -> dict[str, Any]:
     """`history`, `session_count`, `sessions`, the most recent first, `agents`, which are the rows
     of the sessions' agents, and `tenants`, those with the most requests first, of all processes.
-    A share is null where no answer reported a usage."""
+    A share is null where no answer reported a usage. most: sessions of each process, and of all."""
     documents = list(documents)
     agents: dict[str, list[Any]] = {}
     tenants: dict[str, _Totals] = {}
     for document in documents:
-        for id, *row in document["sessions"]:
+        for id, *row in document["sessions"][:most]:
             agents[id] = _added(agents.get(id), row)
         for name, totals in document["tenants"].items():
             known_totals = tenants.get(name, (0, 0, 0))
@@ -253,11 +286,11 @@ def merged(documents: Iterable[Mapping[str, Any]], now_s: float) -> dict[str, An
     for row in agents.values():
         key = row[0], row[-1]
         sessions[key] = _added(sessions.get(key), row)
-    newest = sorted(sessions.values(), key=lambda row: -row[4])[:SHOWN_SESSIONS]
+    newest = sorted(sessions.values(), key=lambda row: -row[4])[:most]
     largest = sorted(tenants.items(), key=lambda item: -item[1][0])
     # A session of several agents, or that several processes answered, counts once if all of its
     # rows are listed.
-    repeated = sum(len(document["sessions"]) for document in documents) - len(sessions)
+    repeated = sum(len(each["sessions"][:most]) for each in documents) - len(sessions)
     return {
         "history": series((document["history"] for document in documents), now_s),
         "session_count": sum(document["session_count"] for document in documents) - repeated,
@@ -280,7 +313,7 @@ def _added(known: list[Any] | None, row: Sequence[Any]) -> list[Any]:
     if known is None:
         return [*row]
     total = [*max(known, row, key=lambda each: float(each[4]))]
-    for at in (2, 5, 6):
+    for at in (2, 5, 6, 7, 8, 9):
         total[at] = known[at] + row[at]
     return total
 
@@ -293,6 +326,9 @@ def _session(
     last_s: float,
     prompt: int,
     hit: int,
+    waited_s: float,
+    firsts: int,
+    errors: int,
     harness: str,
     request_class: str,
     agent: str,
@@ -306,6 +342,8 @@ def _session(
         "turns": turns,
         "prompt_tokens": tokens,
         "cached_share": _share(hit, prompt),
+        "ttft_s": round(waited_s / firsts, 4) if firsts else None,
+        "errors": errors,
         "last_s": round(last_s, 1),
         "harness": harness,
         "class": request_class or None,
@@ -316,6 +354,35 @@ def _session(
 
 def _share(part: int, whole: int) -> float | None:
     return round(part / whole, 4) if whole else None
+
+
+SORTS: Mapping[str, tuple[str, bool]] = {
+    "last": ("last_s", True),
+    "ttft": ("ttft_s", True),
+    "errors": ("errors", True),
+    "turns": ("turns", True),
+    "prompt": ("prompt_tokens", True),
+    "cached": ("cached_share", False),
+}
+"""What sessions are sorted by: the field, and whether the largest is first."""
+
+
+def searched(
+    sessions: Iterable[Mapping[str, Any]], words: str, sort: str, limit: int
+) -> tuple[list[Mapping[str, Any]], int]:
+    """The sessions that have all of these words in their names, in this order, and how many there
+    are. Those without the figure are last."""
+    wanted = words.lower().split()
+    named = ("id", "tenant", "engine", "harness", "class", "agent")
+    found = []
+    for session in sessions:
+        text = " ".join(str(session[name] or "") for name in named).lower()
+        if all(word in text for word in wanted):
+            found.append(session)
+    field, is_reversed = SORTS[sort]
+    sign = -1 if is_reversed else 1
+    found.sort(key=lambda each: (each[field] is None, sign * (each[field] or 0), -each["last_s"]))
+    return found[:limit], len(found)
 
 
 HIT_RATE_S = 10.0

@@ -599,6 +599,8 @@ class SampledLog:
 
 
 MOST_REMEMBERED = 1024
+# What `count` does not see: it is for complete answers.
+_LOST = (Outcome.REJECTED, Outcome.FAILED, Outcome.CUT)
 _BAD_REQUEST = 400
 # How long a search of the files may take.
 _SEARCH_S = 5.0
@@ -636,8 +638,11 @@ class RequestLog:
             size = self._remembered.__len__
             metrics.tables.add("remembered_requests", size, lambda: MOST_REMEMBERED)
 
-    def keep(self, ended: EndedRequest) -> None:
-        """Keeps what became of a request."""
+    def keep(self, ended: EndedRequest, session: int | None = None) -> None:
+        """Keeps what became of a request. session: the number of its conversation."""
+        if session is not None and ended.outcome in _LOST:
+            about = ended.worker or "", ended.prompt_tokens, ended.facts, ended.session
+            self._activity.add_error(ended.time_s, ended.tenant, session, *about)
         if self._lines is not None:
             self._lines.add(as_line(ended))
         else:

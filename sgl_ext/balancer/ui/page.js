@@ -3,6 +3,7 @@
 import { follow, reasonOf, Refused } from "./live.js";
 import { compact } from "./format.js";
 import { setText } from "./table.js";
+import { Requests } from "./requests.js";
 import { View } from "./view.js";
 
 const byId = (id) => document.getElementById(id);
@@ -15,7 +16,9 @@ const headers = () => (key ? { authorization: `Bearer ${key}` } : {});
 
 let chosenPin = null;
 
-const view = new View((pin) => {
+const requests = new Requests(byId("requests"), headers);
+
+const view = new View(headers, (pin) => {
   chosenPin = pin;
   const owner = pin.owner ? ` of ${pin.owner}` : "";
   setText(byId("delete-what"), `${compact(pin.tokens)} tokens${owner}, on ${pin.worker}.`);
@@ -53,10 +56,12 @@ function connected(state) {
   setText(byId("connection"), "Live");
   byId("connection").dataset.state = "ready";
   view.show(state);
+  requests.connected = true;
 }
 
 function lost(reason) {
   document.body.classList.add("stale");
+  requests.connected = false;
   const from = view.shownAt ? ` The figures are from ${view.shownAt}.` : "";
   setText(byId("connection"), `${reason || "Connection lost"}, trying again.${from}`.replace(".,", ","));
   byId("connection").dataset.state = "unreachable";
@@ -65,6 +70,7 @@ function lost(reason) {
 function refused({ status, message }) {
   const wasGiven = Boolean(key);
   forget();
+  requests.connected = false;
   byId("main").hidden = true;
   byId("node").hidden = true;
   byId("gate").hidden = false;

@@ -1,6 +1,8 @@
 // Shows a state document: figures, charts and tables. It changes elements in place.
 
 import { Chart } from "./chart.js";
+import { linkTo } from "./requests.js";
+import { SessionSearch } from "./sessions.js";
 import { Table, element, setText } from "./table.js";
 import { ago, clock, compact, count, percent, rate, seconds, span, UNKNOWN } from "./format.js";
 
@@ -113,6 +115,16 @@ function shortId(cell, id) {
   cell.replaceChildren(element("code", {}, short));
 }
 
+/** A session's id, which leads to its requests. */
+function sessionCell(cell, id) {
+  shortId(cell, id);
+  const code = cell.firstChild;
+  if (code?.tagName !== "CODE" || !id) return;
+  const link = element("a", { href: linkTo(id), "aria-label": `Requests of the session ${id}` });
+  code.replaceWith(link);
+  link.append(code);
+}
+
 const charts = [
   new Chart({
     title: "Hit rate", unit: "of prompt tokens", format: percent, most: 1,
@@ -135,9 +147,9 @@ const charts = [
   }),
 ];
 
-/** The page's view. deletePin: called with a pin and its button. */
+/** The page's view. headers: of a request to the node. deletePin: called with a pin. */
 export class View {
-  constructor(deletePin) {
+  constructor(headers, deletePin) {
     byId("charts").replaceChildren(...charts.map(({ node }) => node));
     this.engines = new Table(byId("engines"), {
       label: "engines-title", key: ({ id }) => id, empty: "No engine is known yet.",
@@ -170,21 +182,25 @@ export class View {
       label: "sessions-title", key: ({ tenant, id }) => `${tenant}\n${id}`,
       empty: "No session sent a request in the last hour.",
       columns: [
-        { head: "Session", isHead: true, show: (cell, { id }) => shortId(cell, id) },
+        { head: "Session", isHead: true, show: (cell, { id }) => sessionCell(cell, id) },
         { head: "Tenant", kind: "name", show: name(({ tenant }) => tenant) },
         { head: "Agent", kind: "name extra", show: name(agentName) },
         { head: "Engine", kind: "name extra", show: name(({ engine }) => engine, engineName) },
-        { head: "Turns", kind: "number", text: ({ turns }) => count(turns) },
-        { head: "Prompt", kind: "number", text: ({ prompt_tokens: tokens }) => compact(tokens) },
+        { head: "Turns", kind: "number extra", text: ({ turns }) => count(turns) },
+        { head: "Prompt", kind: "number extra", text: ({ prompt_tokens: tokens }) => compact(tokens) },
+        { head: "First token", kind: "number", show: firstTokenCell },
+        { head: "Errors", kind: "number extra", show: errorsCell },
         { head: "Cached", kind: "meter share", show: (cell, { cached_share: share }) => shareCell(cell, share) },
         { head: "Last", kind: "number extra", text: ({ last_s: last }) => ago(this.now_s - last) },
       ],
     });
+    this.search = new SessionSearch(headers, (rows, total) => this.sessions.show(rows, total, this.search.isOn ? "No session has these words." : undefined));
     this.pins = new Table(byId("pins"), {
       label: "pins-title", key: ({ prefix, worker }) => `${worker} ${prefix}`, empty: "Nothing is pinned.",
       columns: [
         { head: "Prefix", isHead: true, show: (cell, { prefix }) => shortId(cell, prefix) },
-        { head: "Owner", kind: "name", show: name(({ owner, session }) => owner || session) },
+        { head: "Owner", kind: "name", show: name(({ owner }) => owner) },
+        { head: "Session", kind: "extra", show: (cell, { session }) => sessionCell(cell, session) },
         { head: "Engine", kind: "name extra", show: name(({ worker }) => worker, engineName) },
         { head: "Tier", kind: "extra", text: ({ tier }) => tier ?? "device" },
         { head: "Tokens", kind: "number", text: ({ tokens }) => compact(tokens) },
@@ -252,7 +268,8 @@ export class View {
     for (const chart of charts) chart.show(history);
     this.engines.show(state.engines, state.engines.length);
     this.programs.show(state.programs, counts.programs);
-    this.sessions.show(state.sessions, counts.sessions);
+    if (!this.search.isOn) this.sessions.show(state.sessions, counts.sessions, "No session sent a request in the last hour.");
+    this.search.tick();
     this.pins.show(state.pins, counts.pins);
     this.divergences.show(state.divergences, counts.divergences);
     this.tenants.show(state.tenants, counts.tenants);
@@ -277,6 +294,19 @@ export class View {
     }
     button.pin = pin;
   }
+}
+
+/** In a narrow window, also how many requests ended in an error. */
+function firstTokenCell(cell, { ttft_s: ttft, errors }) {
+  if (!cell.firstChild) cell.append(element("span"), element("span", { class: "note narrow bad" }));
+  setText(cell.children[0], seconds(ttft));
+  setText(cell.children[1], errors ? `${count(errors)} failed` : "");
+}
+
+function errorsCell(cell, { errors }) {
+  if (!cell.firstChild) cell.append(element("span"));
+  cell.firstChild.className = errors ? "bad" : "";
+  setText(cell.firstChild, count(errors));
 }
 
 function whereCell(cell, { where, harness, model }) {

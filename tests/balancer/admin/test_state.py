@@ -265,3 +265,32 @@ async def test_a_drain_is_told_and_does_not_wait_for_a_stream(
     async with asyncio.timeout(HANG_S):
         await balancer.stop()
     assert b'"status":"draining"' in await wire.rest()
+
+
+async def test_sessions_have_their_ttft_and_errors_and_can_be_searched_and_sorted(
+    start: Start,
+) -> None:
+    client = await start(Engine("a"))
+    for number in range(3):
+        headers = {"x-session-id": f"s{number}", "x-tenant-id": "alice"}
+        body = {"messages": [{"role": "user", "content": "Hi"}]}
+        async with client.post("/v1/chat/completions", json=body, headers=headers) as answer:
+            assert answer.status == 200
+    async with client.get("/sgl_ext/sessions?search=alice s1&sort=ttft") as answer:
+        found = await answer.json()
+    assert (found["count"], found["of"], found["sessions"][0]["id"]) == (1, 3, "s1")
+    assert found["sessions"][0]["ttft_s"] > 0
+    assert (await client.get("/sgl_ext/sessions?sort=luck")).status == 400
+
+
+async def test_what_the_balancer_refuses_counts_as_its_session_s_error(start: Start) -> None:
+    client = await start()
+    headers = {"x-session-id": "s1"}
+    body = {"messages": [{"role": "user", "content": "Hi"}]}
+    for _ in range(2):
+        async with client.post("/v1/chat/completions", json=body, headers=headers) as answer:
+            assert answer.status == 503
+    async with client.get("/sgl_ext/sessions?sort=errors") as answer:
+        (session,) = (await answer.json())["sessions"]
+    assert (session["id"], session["turns"], session["errors"]) == ("s1", 0, 2)
+    assert (session["ttft_s"], session["cached_share"]) == (None, None)

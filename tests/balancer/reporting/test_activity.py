@@ -45,6 +45,8 @@ def test_a_session_s_share_is_of_all_its_turns() -> None:
             "turns": 2,
             "prompt_tokens": 300,
             "cached_share": 0.25,
+            "ttft_s": 0.1,
+            "errors": 0,
             "last_s": NOW_S + 5,
             "harness": "claude-code",
             "class": "subagent",
