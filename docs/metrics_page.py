@@ -68,9 +68,11 @@ def engine_rows() -> list[Row]:
 def added_rows() -> list[Row]:
     """What /metrics/engines adds to the engines' own pages."""
     up, restarts = engine_metrics.UP, engine_metrics.RESTARTS
+    crashes = engine_metrics.CRASHES
     return [
         Row(up.decode(), "gauge", ("engine",), engine_metrics.UP_HELP.decode()),
         Row(restarts.decode(), "counter", ("child",), engine_metrics.RESTARTS_HELP.decode()),
+        Row(crashes.decode(), "counter", ("child",), engine_metrics.CRASHES_HELP.decode()),
     ]
 
 

@@ -90,6 +90,17 @@ CASES: list[tuple[str, dict[str, str], str, dict[str, str] | None]] = [
     ("SglExtNoEngineReady", {'ready{worker="a"}': "0x9", 'ready{worker="b"}': "1x9"}, "2m", None),
     ("SglExtStoreFails", {'store{event="failed"}': "0 0 0+1x20"}, "10m", {"event": "failed"}),
     ("SglExtEngineMetricsUnread", {'up{engine="e"}': "0x20"}, "15m", {"engine": "e"}),
+    ("SglExtEngineCrashed", {'crashes{child="engine-1"}': "0 0 1x20"}, "4m", {"child": "engine-1"}),
+    ("SglExtEngineCrashed", {'crashes{child="engine-1"}': "3x40"}, "30m", None),
+    ("SglExtDegraded", {'some{r="1"}': "1x20", 'all{r="1"}': "2x20"}, "10m", {"r": "1"}),
+    ("SglExtDegraded", {'some{r="1"}': "2x20", 'all{r="1"}': "2x20"}, "10m", None),
+    (
+        "SglExtEngineDrained",
+        {'state{worker="e",state="drained"}': "1x30"},
+        "20m",
+        {"worker": "e", "state": "drained"},
+    ),
+    ("SglExtEngineDrained", {'state{worker="e",state="draining"}': "1x30"}, "20m", None),
     (
         "SglExtErrors",
         {'asked{status="200"}': "0+99x20", 'asked{status="502"}': "0+5x20"},
@@ -110,6 +121,9 @@ METRICS = {
     "ready": "sgl_ext_worker_ready",
     "store": "sgl_ext_store_events_total",
     "up": "sgl_ext_engine_up",
+    "crashes": "sgl_ext_child_crashes_total",
+    "some": "sgl_ext_engines_ready",
+    "all": "sgl_ext_engines_wanted",
     "asked": "sgl_ext_requests_total",
 }
 

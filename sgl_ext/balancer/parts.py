@@ -266,7 +266,7 @@ class Parts:
             ("key_file", self._reload_keys),
             ("engine_secret", self.services.reload_secret),
             ("settings", self.reloads.refresh),
-            ("workers", self._workers.remove_drained),
+            ("workers", self._sweep_workers),
             ("subscriptions", self._subscribers.sync),
             ("prefixes", self._sweep_prefixes),
             ("readiness", self._readiness.note),
@@ -311,6 +311,10 @@ class Parts:
         self._request_log.change(config.request_log_limit_bytes, config.request_log_age_s)
         self.config = config
         self._heads.clear()  # heads have their tenants' cache groups
+
+    def _sweep_workers(self) -> None:
+        self._workers.remove_drained()
+        self._workers.forget_silent(time.time())
 
     def _sweep_prefixes(self) -> None:
         for pool in self._models.all:

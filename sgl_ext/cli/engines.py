@@ -53,6 +53,7 @@ def restart(
     model_path: Annotated[
         str | None, typer.Option(metavar="PATH", help="Serve this model from now on.")
     ] = None,
+    shows: Annotated[bool, typer.Option("--status", help="Show the last restart.")] = False,
     wait: Annotated[bool, typer.Option(help="Wait until the engines are ready again.")] = True,
     url: Url = HERE,
     key: Key = None,
@@ -62,6 +63,9 @@ def restart(
 
     Each engine finishes its requests first, while others serve.
     """
+    if shows:
+        _show_last(node_at(url, key), as_json=as_json)
+        return
     flags = list(engine_args or ())
     if engine is not None and engine.startswith("-"):
         # What follows -- fills the arguments from the first on.
@@ -87,6 +91,16 @@ def restart(
     if not as_json:
         done = "restarted" if operation.get("state") == "done" else "restarting"
         console().print(f"{done}: {_names(operation)}")
+
+
+def _show_last(node: Node, *, as_json: bool) -> None:
+    operation = node.get(_RESTART)
+    if as_json:
+        print_json(operation)
+    else:
+        print_record(operation)
+    if operation.get("state") == "failed":
+        raise typer.Exit(1)
 
 
 def _followed(node: Node, operation: dict[str, Any], *, quiet: bool) -> dict[str, Any]:
@@ -126,14 +140,15 @@ def drain(
     key: Key = None,
     as_json: Json = False,
 ) -> None:
-    """Give an engine no new requests; it leaves after its last one.
+    """Give an engine no new requests; after its last one it stays listed as drained.
 
-    `sgl-ext undrain ENGINE` takes it back while it is there, and `sgl-ext add URL` later, too.
+    `sgl-ext undrain ENGINE`, or `add ENGINE`, takes it back.
     """
     node = node_at(url, key)
     row = _find(node, engine)
     if row.get("draining"):
-        raise NodeError(f"{row['id']} drains already. Take it back: sgl-ext undrain {row['id']}")
+        state = "is drained" if row.get("state") == "drained" else "drains"
+        raise NodeError(f"{row['id']} {state} already. Take it back: sgl-ext undrain {row['id']}")
     others = (one for one in _workers(node) if one["url"] != row["url"])
     if not force and not any(one.get("ready") and not one.get("draining") for one in others):
         raise NodeError(
@@ -141,7 +156,9 @@ def drain(
             "To drain it all the same: --force"
         )
     row = node.delete(f"{_WORKERS}?id={quote(row['id'], safe='')}")
-    while wait and any(found["id"] == row["id"] for found in _workers(node)):
+    while wait and any(
+        found["id"] == row["id"] and found.get("state") != "drained" for found in _workers(node)
+    ):
         time.sleep(_POLL_S)
     if as_json:
         print_json(row)
@@ -153,13 +170,13 @@ def drain(
 
 
 def undrain(engine: EngineName, url: Url = HERE, key: Key = None, as_json: Json = False) -> None:
-    """Take back an engine that drains."""
+    """Take back an engine that drains or is drained."""
     node = node_at(url, key)
     try:
         row = _find(node, engine)
     except NodeError as error:
         raise NodeError(f"{error}. One that has left comes back with sgl-ext add URL") from None
-    if row.get("state") != "draining":
+    if row.get("state") not in ("draining", "drained"):
         raise NodeError(f"{row['id']} does not drain: it is {row.get('state')}")
     row = node.post(_WORKERS, {"url": row["url"]})
     if as_json:
@@ -169,13 +186,29 @@ def undrain(engine: EngineName, url: Url = HERE, key: Key = None, as_json: Json 
 
 
 def add(
-    engine_url: Annotated[str, typer.Argument(metavar="URL", help="http://HOST:PORT")],
+    engine: Annotated[
+        str,
+        typer.Argument(
+            metavar="URL",
+            help="http://HOST:PORT, or the name of an engine that is drained.",
+            autocompletion=engines_here,
+        ),
+    ],
+    wait: Annotated[bool, typer.Option("--wait", help="Wait until it is ready.")] = False,
     url: Url = HERE,
     key: Key = None,
     as_json: Json = False,
 ) -> None:
-    """Add an engine that runs elsewhere, or take back one that drains."""
-    row = node_at(url, key).post(_WORKERS, {"url": engine_url})
+    """Add an engine that runs elsewhere, or take back one that drains or is drained.
+
+    One that does not answer is not added, unless you --wait.
+    """
+    node = node_at(url, key)
+    engine_url = engine if "://" in engine else str(_find(node, engine)["url"])
+    row = node.post(_WORKERS, {"url": engine_url, "wait": wait})
+    while wait and not row.get("ready"):
+        time.sleep(_POLL_S)
+        row = next((one for one in _workers(node) if one["id"] == row["id"]), row)
     if as_json:
         print_json(row)
     else:

@@ -13,6 +13,8 @@ from sgl_ext.cli.node import HERE, Json, Key, Node, NodeError, Url, node_at
 from sgl_ext.cli.show import cell, console, duration, percent, plain, print_json, state, table
 
 OK = "ok"
+DEGRADED = "degraded"
+DEGRADED_CODE = 3
 _HEADS = ("state", "#running", "#waiting", "#KV used", "#pinned", "#free", "#hit rate")
 STATE = "/sgl_ext/state"
 LIVE = "/sgl_ext/live"
@@ -25,12 +27,15 @@ class Version(Struct):
 
 
 class Summary(Struct):
-    """status: "ok", "draining" or "no engine is ready".
+    """status: "ok", "degraded", "draining" or "no engine is ready". engines_wanted: how many should
+    be ready.
 
     saved_bytes: what clients did not send because requests named what is stored.
     """
 
     status: str
+    engines_ready: int | None = None
+    engines_wanted: int | None = None
     started_s: float | None = None
     now_s: float | None = None
     in_flight: int | None = None
@@ -45,9 +50,16 @@ class KvCache(Struct):
     total_tokens: int | None = None
 
 
+class Exit(Struct):
+    """When a process ended, and why."""
+
+    time_s: float
+    cause: str
+
+
 class Engine(Struct):
     """progress: how far it has loaded, 0 to 1. fault: why it gets no requests. note: what of it
-    works less well than usual."""
+    works less well than usual. crashes: how often it ended although nobody stopped it."""
 
     id: str
     url: str | None = None
@@ -61,6 +73,9 @@ class Engine(Struct):
     note: str | None = None
     kv: KvCache | None = None
     hit_rate: float | None = None
+    restarts: int | None = None
+    crashes: int | None = None
+    last_exit: Exit | None = None
 
 
 class Band(Struct):
@@ -153,7 +168,8 @@ class State(Struct):
 def status(url: Url = HERE, key: Key = None, as_json: Json = False) -> None:
     """Show a node: its engines, queue and cache.
 
-    Exit code 1: no engine is ready, the node drains, or none answers.
+    Exit code 3: fewer engines are ready than should be. 1: none is ready, the node drains, or none
+    answers.
     """
     node = node_at(url, key)
     document = node.get(STATE)
@@ -167,8 +183,30 @@ def status(url: Url = HERE, key: Key = None, as_json: Json = False) -> None:
         if found.engines:
             shown.print()
             shown.print(engines_table(found.engines))
+        for line in exits(found):
+            shown.print(line, soft_wrap=True)
     if found.node.status != OK:
-        raise typer.Exit(1)
+        raise typer.Exit(DEGRADED_CODE if found.node.status == DEGRADED else 1)
+
+
+def status_line(found: State) -> str:
+    """The node's status, with how many engines are ready if those are not all."""
+    node = found.node
+    if node.status != DEGRADED:
+        return node.status
+    return f"{node.status}: {cell(node.engines_ready)} of {cell(node.engines_wanted)} engines ready"
+
+
+def exits(found: State) -> list[str]:
+    """For each engine that ended although nobody stopped it: when it did so at last, and why."""
+    lines = []
+    for engine in found.engines:
+        if (last := engine.last_exit) is None:
+            continue
+        ago = "" if found.node.now_s is None else f" {duration(found.node.now_s - last.time_s)} ago"
+        times = f"; {engine.crashes:,} times in all" if (engine.crashes or 0) > 1 else ""
+        lines.append(plain(f"{engine.id} ended{ago}: {last.cause}{times}"))
+    return lines
 
 
 def headline(found: State, url: str) -> str:
@@ -184,7 +222,7 @@ def headline(found: State, url: str) -> str:
 def figures(found: State) -> str:
     """Its state and load in a line."""
     node, recent = found.node, found.recent
-    parts = [node.status]
+    parts = [status_line(found)]
     if node.model:
         parts.append(f"model {node.model}")
     if node.started_s is not None and node.now_s is not None:

@@ -33,8 +33,10 @@ from sgl_ext.cli.status import (
     State,
     Tenant,
     engine_row,
+    exits,
     queue_line,
     read_state,
+    status_line,
 )
 
 _TICK_S = 0.2
@@ -122,6 +124,7 @@ _HEAD_LINES = 4
 # Between two tables there is an empty line, and each has a line of heads.
 _TABLE_LINES = 2
 _LEAST_SPARK = 8
+_MOST_EXITS = 3
 _GAP = 2  # columns between two columns of a table
 _ENGINE_HEADS = ("state", "#run", "#wait", "#KV used", "#pinned", "#free", "#hits")
 
@@ -137,12 +140,15 @@ class Section(NamedTuple):
 def dashboard(found: State, url: str, note: str | None, width: int, height: int) -> RenderableType:
     """A node's state in a terminal of this size. note: what is wrong with the connection."""
     sections = [section for section in _sections(found) if section.rows]
-    room = height - _HEAD_LINES
+    ended = exits(found)[:_MOST_EXITS]
+    room = height - _HEAD_LINES - len(ended)
     while sections and len(sections) * (_TABLE_LINES + 1) > room:
         sections.pop()
     lines = room - len(sections) * _TABLE_LINES
     wants = [len(section.rows) for section in sections]
     parts: list[RenderableType] = [_headline(found, url, note), _figures(found, width)]
+    for line in ended:
+        parts.append(Text(line, style="red", no_wrap=True, overflow="ellipsis"))
     for section, count in zip(sections, shared_out(lines, wants), strict=True):
         parts += [Text(), _table(section, count, width)]
     return Group(*parts)
@@ -187,7 +193,7 @@ def _headline(found: State, url: str, note: str | None) -> Table:
     """Where and how the node is; to the right what is wrong, or the key that quits."""
     node = found.node
     said = Text("sgl-ext", style="bold").append(f"  {plain(url)}  ", style="default")
-    said.append_text(state(node.status))
+    said.append(status_line(found), style=state(node.status).style)
     said.append(f"  {plain(node.model)}" if node.model else "")
     if node.started_s is not None and node.now_s is not None:
         said.append(f"  up {duration(node.now_s - node.started_s)}")

@@ -5,7 +5,9 @@
 A source says who belongs to the fleet and who should leave it. Whether a worker can serve is found
 by the balancer's own probes.
 
-`merge` makes one table of workers from the lists of all sources and the changes of the admin API.
+`merge` makes one table of workers from the lists of all sources and the changes of the admin API. A
+worker that the admin API has drained stays in it, and so does its successor, until it is taken
+back.
 Of several sources that name the same worker, the one that the operator named first wins. The same
 worker is one with the same id, or with the same URL. Within its own list a source may name a URL
 twice: an engine that is replaced drains while its successor starts.
@@ -15,13 +17,16 @@ from collections.abc import AsyncIterator, Mapping, Sequence
 from typing import Literal, NamedTuple, Protocol
 
 import msgspec
+from msgspec.structs import replace
 
 from sgl_ext.wire.peers import AdminChanges
 
-State = Literal["ready", "draining", "restarting"]
+State = Literal["ready", "draining", "restarting", "ended", "drained"]
 """`ready`: takes requests as soon as a probe succeeds. `draining`: finishes those that it has.
 `restarting`: as `draining`, and requests that find no other worker wait for it, or for its
-successor. A worker that is gone is not in the list."""
+successor. `ended`: its process has ended, and another one will take its place. `drained`: as
+`draining`, and it stays until it is taken back; the admin API alone says so. A worker that is gone
+is not in the list."""
 
 
 class Member(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -32,6 +37,7 @@ class Member(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     url: http://HOST:PORT
     model: the name of the model that it serves; empty: not known.
     labels: what its source knows of it besides, such as its node.
+    name: what it has in common with those that it replaces and that replace it; "": its id.
     """
 
     id: str
@@ -39,6 +45,12 @@ class Member(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     model: str = ""
     labels: Mapping[str, str] = {}
     state: State = "ready"
+    name: str = ""
+
+    @property
+    def lasting_name(self) -> str:
+        """What names it also when it was started again."""
+        return self.name or self.id
 
 
 class MembershipError(Exception):
@@ -97,6 +109,7 @@ def merge(lists: Mapping[str, Sequence[Member]], admin: AdminChanges) -> Merged:
                 ignored.append(f"{named}, as {winner} does, which counts")
             else:
                 ids[member.id] = urls[member.url] = source
-                if member.id not in admin.removed:
-                    listed.append(Listed(member, source))
+                if member.lasting_name in admin.removed and member.state == "ready":
+                    member = replace(member, state="drained")
+                listed.append(Listed(member, source))
     return Merged(listed, ignored)

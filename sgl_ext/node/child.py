@@ -11,6 +11,7 @@ import signal
 from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
+from typing import NamedTuple
 
 from sgl_ext.process import LIFELINE
 
@@ -114,6 +115,13 @@ class StartLog:
 _NOISE = re.compile(r"nanobind: |\s*- (leaked |\.\.\. skipped remainder)|See https://nanobind\.")
 
 
+class Exit(NamedTuple):
+    """How a process ended that nobody stopped. time_s: by the wall clock."""
+
+    time_s: float
+    cause: str
+
+
 class Child:
     """One process of the node, which can be started several times.
 
@@ -121,6 +129,7 @@ class Child:
     A terminal's Ctrl-C does not reach it: the launcher decides when it ends.
 
     start_log: what its log says since its latest start.
+    crashes: how often it ended although nobody stopped it. last_exit: how it did so at last.
     """
 
     def __init__(
@@ -141,6 +150,8 @@ class Child:
         self._environment = {**own, **environment, LIFELINE: "1"}
         self._process: asyncio.subprocess.Process | None = None
         self._starts = 0
+        self.crashes = 0
+        self.last_exit: Exit | None = None
         self.start_log = StartLog(log, keeps_fleet=name == FLEET)
 
     @property
@@ -152,6 +163,11 @@ class Child:
     def restarts(self) -> int:
         """How often it was started again."""
         return max(self._starts - 1, 0)
+
+    def crashed(self, cause: str, now_s: float) -> None:
+        """It ended although nobody stopped it."""
+        self.crashes += 1
+        self.last_exit = Exit(now_s, cause)
 
     def change_command(self, command: Sequence[str]) -> None:
         """What the next start runs."""

@@ -10,7 +10,7 @@ from msgspec.structs import replace
 
 from sgl_ext.balancer.reporting.spans import check_export
 from sgl_ext.balancer.store.opening import check_store
-from sgl_ext.membership.member import Member, MembershipError
+from sgl_ext.membership.member import Member, MembershipError, State
 from sgl_ext.membership.sources import open_source, open_sources, write_members
 from sgl_ext.node import hardware
 from sgl_ext.node.child import FLEET, Child
@@ -100,21 +100,26 @@ class EngineList:
         return f"{engine.run_id}@{self._node}"
 
     def update(self) -> None:
-        """Lists the engines that have not ended or restart, if that has changed. One that was
-        started again has a new id. Call it periodically. Raises OSError."""
+        """Lists the engines, if that has changed. One that was started again has a new id. Call it
+        periodically. Raises OSError."""
         members = tuple(
             Member(
                 id=self.id_of(engine),
                 url=engine.url,
                 model=self.restarting.get(engine.name) or _model_of(engine),
-                state="restarting" if engine.name in self.restarting else "ready",
+                state=self._state_of(engine),
+                name=f"{engine.name}@{self._node}",
             )
             for engine in self._engines
-            if engine.exit_code is None or engine.name in self.restarting
         )
         if members != self._written:
             write_members(self._path, members)
             self._written = members
+
+    def _state_of(self, engine: Child) -> State:
+        if engine.name in self.restarting:
+            return "restarting"
+        return "ready" if engine.exit_code is None else "ended"
 
 
 def _model_of(engine: Child) -> str:

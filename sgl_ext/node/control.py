@@ -90,6 +90,7 @@ class Control:
 
     def _row(self, engine: Child) -> EngineRow:
         stage, progress = stage_of(engine)
+        last = engine.last_exit
         state = "ready" if stage == READY else "starting"
         if engine.exit_code is not None:
             state = "ended"
@@ -102,6 +103,8 @@ class Control:
             "stage": stage,
             "progress": progress,
             "restarts": engine.restarts,
+            "crashes": engine.crashes,
+            "last_exit": None if last is None else {"time_s": last.time_s, "cause": last.cause},
         }
 
     async def _restart(self, request: web.Request) -> web.Response:

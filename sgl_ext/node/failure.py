@@ -76,6 +76,16 @@ def reason_of(child: "Child") -> str:
     )
 
 
+def cause_of(child: "Child") -> str:
+    """Why a child ended, in a line: the signal or the exit code, and its exception, if any."""
+    code = child.exit_code
+    ended = "it ended"
+    if code is not None:
+        ended = signal.Signals(-code).name if code < 0 else f"exit code {code}"
+    said = next(filter(_EXCEPTION.match, failure(child.lines_of_start(), code)), "")
+    return f"{ended}: {said}" if said else ended
+
+
 def failure(lines: Sequence[str], exit_code: int | None = None) -> list[str]:
     """The lines of a log that say why its process failed, and a hint where the cause is known."""
     served = max((at for at, line in enumerate(lines) if _SERVES.search(line)), default=-1)

@@ -15,7 +15,7 @@ import aiohttp
 from scheduler.silence import RESTART_S
 from sgl_ext.node.child import Child
 from sgl_ext.node.children import EngineList
-from sgl_ext.node.failure import reason_of
+from sgl_ext.node.failure import cause_of, reason_of
 from sgl_ext.settings.secrets import EngineSecret
 from sgl_ext.supervision import supervise
 from sgl_ext.wire.events import SUBSCRIBERS_PATH, read_subscribers
@@ -66,6 +66,7 @@ async def keep_running(child: Child, say: Callable[[str], None]) -> None:
         started = time.monotonic()
         code = await child.wait()
         backoff = shortest if time.monotonic() - started > longest else backoff
+        child.crashed(cause_of(child), time.time())
         what = f"{child.name} ended with exit code {code} and restarts in {backoff:g} s"
         say(f"{what}:\n{reason_of(child)}")
         await asyncio.sleep(backoff)
@@ -105,6 +106,12 @@ class EngineCalls:
             return 0
         except _FAILURES:
             return None
+
+    async def drained(self) -> set[str]:
+        """The ids of the engines that an operator drained; none if the balancer does not say."""
+        with suppress(*_FAILURES):
+            return {str(r["id"]) for r in await self._rows() if r["is_drained"]}
+        return set()
 
     async def in_flight(self, id: str) -> int | None:
         """How many requests the node's balancer has at the engine; None if it does not say."""

@@ -19,7 +19,7 @@ requests.
 import asyncio
 import logging
 import time
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from functools import partial
 from http import HTTPStatus
@@ -221,7 +221,10 @@ class Replacement:
 
         Raises EngineFailed.
         """
-        await self._require_other(engine)
+        drained = await self.calls.drained()
+        is_drained = self.listed.id_of(engine) in drained
+        if not is_drained:
+            await self._require_other(engine, drained)
         self.keepers.pause(engine)
         self.listed.restarting[engine.name] = served_model(settings)
         if engine.exit_code is None:
@@ -234,6 +237,9 @@ class Replacement:
             self.note(step, "ready", "it waits for others, as the model changes at once")
             return
         self.release(engine)
+        if is_drained:
+            self.note(step, "ready", "it stays drained, as it was")
+            return
         await self.until_used(engine)
         self.note(step, "ready", "")
 
@@ -308,10 +314,15 @@ class Replacement:
             self.say(f"{step.name}: {state}{f': {reason}' if reason else ''}")
         step.state, step.reason = state, reason
 
-    async def _require_other(self, engine: Engine) -> None:
-        """Raises EngineUnused if an engine serves, and none of the others would in its place."""
+    async def _require_other(self, engine: Engine, drained: Collection[str]) -> None:
+        """Raises EngineUnused if an engine serves, and none of the others would in its place. Those
+        that an operator drained would not."""
         others = [e for e in self.engines if e is not engine and e.launched == engine.launched]
         others = [e for e in others if e.name not in self.listed.restarting]
+        if others and all(self.listed.id_of(e) in drained for e in others):
+            reason = "it was not restarted, as the others are drained. Take one back: undrain"
+            raise EngineUnused(reason)
+        others = [e for e in others if self.listed.id_of(e) not in drained]
         if engine.name in self.listed.restarting or not others:
             return
         if not await self.calls.is_ready(engine.url):

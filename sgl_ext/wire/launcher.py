@@ -13,11 +13,19 @@ import msgspec
 CHILDREN, RESTART, RELOAD = "/children", "/restart", "/reload"
 
 
+class ExitRow(TypedDict):
+    """When and why a process ended."""
+
+    time_s: float
+    cause: str
+
+
 class EngineRow(TypedDict):
     """An engine that a launcher keeps.
 
     state: "ready", "starting", "draining" or "ended". stage: of its start, and progress in it, 0 to
-    1; None if that is not known. restarts: how often it was started again.
+    1; None if that is not known. restarts: how often it was started again. crashes: how often it
+    ended although nobody stopped it; last_exit: when it did so at last, by the wall clock, and why.
     """
 
     name: str
@@ -26,6 +34,8 @@ class EngineRow(TypedDict):
     stage: NotRequired[str]
     progress: NotRequired[float | None]
     restarts: NotRequired[int]
+    crashes: NotRequired[int]
+    last_exit: NotRequired[ExitRow | None]
 
 
 class _Engines(msgspec.Struct):

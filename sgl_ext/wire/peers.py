@@ -22,7 +22,7 @@ class AdminChanges(msgspec.Struct, frozen=True):
     """What was changed through the admin API, the last source.
 
     changed_s: when, by the wall clock: of two balancers' changes the later ones count.
-    added: URLs of workers. removed: ids of workers of other sources that shall leave.
+    added: URLs of workers. removed: the lasting names of workers that shall get no requests.
     """
 
     changed_s: float = 0.0

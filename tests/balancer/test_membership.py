@@ -194,7 +194,7 @@ async def test_a_malformed_file_leaves_the_last_list_in_force(start: Start, tmp_
     assert await fault() == ""
 
 
-async def test_an_engine_that_the_admin_api_drains_by_id_stays_away(
+async def test_an_engine_that_the_admin_api_drains_by_id_stays_drained(
     start: Start, tmp_path: Path
 ) -> None:
     listed = tmp_path / "engines.json"
@@ -205,9 +205,49 @@ async def test_an_engine_that_the_admin_api_drains_by_id_stays_away(
     await until_listed(client, "one")
     assert (await client.delete("/sgl_ext/workers", params={"id": "none"})).status == 404
     assert (await client.delete("/sgl_ext/workers", params={"id": "one"})).status == 202
-    await until_listed(client)
+    row = (await workers(client))["one"]
+    assert (row["state"], row["draining"]) == ("drained", True)
+    assert (await client.post("/v1/messages", json=REQUEST)).status == 529
     taken_back = await client.post("/sgl_ext/workers", json={"url": engine.url})
     assert (await taken_back.json())["id"] == "one"
+
+
+async def test_an_engine_that_does_not_answer_is_not_added_unless_it_is_waited_for(
+    start: Start,
+) -> None:
+    client = await start(Engine("a"))
+    dead = {"url": "http://127.0.0.1:9"}
+    answer = await client.post("/sgl_ext/workers", json={**dead, "wait": False})
+    assert answer.status == 409
+    message = (await answer.json())["error"]["message"]
+    assert message.startswith("url: no engine answers at http://127.0.0.1:9 (")
+    assert message.endswith("--wait")
+    assert dead["url"] not in await workers(client)
+    assert (await client.post("/sgl_ext/workers", json={**dead, "wait": True})).status == 201
+    assert dead["url"] in await workers(client)
+
+
+async def test_a_node_with_a_drained_engine_is_degraded_until_it_is_taken_back(
+    start: Start,
+) -> None:
+    one, two = Engine("a"), Engine("b")
+    client = await start(one, two)
+
+    async def health() -> tuple[int, str]:
+        answer = await client.get("/health")
+        return answer.status, (await answer.json())["status"]
+
+    assert await health() == (200, "ok")
+    await client.delete(f"/sgl_ext/workers?url={one.url}")
+    assert await health() == (200, "degraded")
+    row = (await workers(client))[one.url]
+    assert (row["state"], row["draining"]) == ("drained", True)
+    state = await (await client.get("/sgl_ext/state")).json()
+    assert (state["node"]["engines_ready"], state["node"]["engines_wanted"]) == (1, 2)
+    assert [each["state"] for each in state["engines"]] == ["drained", "ready"]
+    assert "sgl_ext_engines_ready 1.0" in await (await client.get("/metrics")).text()
+    await client.post("/sgl_ext/workers", json={"url": one.url, "wait": False})
+    assert await health() == (200, "ok")
 
 
 async def test_the_admin_api_adds_a_bounded_number_of_workers(

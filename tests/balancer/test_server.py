@@ -29,7 +29,7 @@ async def test_a_step_of_the_sweep_that_fails_stops_neither_the_sweep_nor_other_
     await until(lambda: failures(balancer, "admission_queue") >= 2)
     (connection,) = balancer._connections
     (worker,) = balancer._services.workers.all
-    balancer._services.workers.remove(worker, 1.0)
+    balancer._services.workers.apply(worker.source, [])
     connection.deadline = 0
     assert await idle.rest() == b""
     await until(lambda: not balancer._services.workers.all)

@@ -177,7 +177,7 @@ def test_an_engine_is_added_by_its_url(node: FakeNode, run: Run) -> None:
     node.answers["POST /sgl_ext/workers"] = row
     code, out, _ = run("add", "http://gpu:1")
     assert code == 0
-    assert node.asked == [("POST /sgl_ext/workers", {"url": "http://gpu:1"})]
+    assert node.asked == [("POST /sgl_ext/workers", {"url": "http://gpu:1", "wait": False})]
     assert ["ready", "no"] in [line.split() for line in out.splitlines()]
     assert json.loads(run("add", "http://gpu:1", "--json")[1]) == row
 
@@ -192,3 +192,42 @@ def test_an_engine_with_ranks_drains_as_a_whole(node: FakeNode, run: Run) -> Non
         assert (code, "is the last engine that is ready" in err) == (1, True)
         assert run("drain", name, "--force")[0] == 0
         assert node.asked[-1][0] == "DELETE /sgl_ext/workers?id=engine-0%40box%3A30000"
+
+
+def test_a_drained_engine_is_taken_back_by_its_name(node: FakeNode, run: Run) -> None:
+    row = {**WORKERS["workers"][0], "state": "drained", "draining": True}
+    node.answers["GET /sgl_ext/workers"] = {"workers": [row]}
+    node.answers["POST /sgl_ext/workers"] = {**row, "state": "ready"}
+    assert run("add", "engine-0")[0] == 0
+    assert node.asked[-1] == ("POST /sgl_ext/workers", {"url": row["url"], "wait": False})
+    code, _, err = run("drain", "engine-0")
+    assert (code, "is drained already" in err) == (1, True)
+
+
+def test_adding_can_wait_until_the_engine_is_ready(node: FakeNode, run: Run) -> None:
+    row = {"id": "http://c:1", "url": "http://c:1", "state": "ready", "ready": False}
+    later = iter([{"workers": [row]}, {"workers": [{**row, "ready": True}]}])
+    node.answers["POST /sgl_ext/workers"] = row
+    node.answers["GET /sgl_ext/workers"] = lambda _: next(later)
+    code, out, _ = run("add", "http://c:1", "--wait")
+    assert code == 0
+    assert node.asked[0] == ("POST /sgl_ext/workers", {"url": "http://c:1", "wait": True})
+    assert next(later, None) is None
+    assert "yes" in out
+
+
+def test_draining_waits_until_a_listed_engine_is_drained(node: FakeNode, run: Run) -> None:
+    first = WORKERS["workers"][0]
+    drained = {"workers": [{**first, "state": "drained"}, WORKERS["workers"][1]]}
+    lists: Iterator[Any] = iter([WORKERS] * 3 + [drained])
+    node.answers["GET /sgl_ext/workers"] = lambda _: next(lists)
+    node.answers["DELETE /sgl_ext/workers"] = first
+    assert run("drain", "engine-0", "--wait")[0] == 0
+
+
+def test_the_last_restart_is_shown(node: FakeNode, run: Run) -> None:
+    node.answers["GET /sgl_ext/restart"] = operation("running", ("engine-0", "draining"))
+    code, out, _ = run("restart", "--status")
+    assert (code, "engine-0" in out, "draining" in out) == (0, True, True)
+    node.answers["GET /sgl_ext/restart"] = operation("failed", ("engine-0", "failed"), error="no")
+    assert run("restart", "--status")[0] == 1

@@ -85,3 +85,15 @@ def test_names_of_engines_stay_whole_in_a_narrow_terminal() -> None:
         console.print(engines_table(engines))
     for engine in engines:
         assert engine.id in captured.get()
+
+
+def test_a_degraded_node_says_what_is_missing_and_is_exit_code_3(node: FakeNode, run: Run) -> None:
+    last = {"time_s": 4649.0, "cause": "SIGKILL"}
+    gone = {"id": "engine-1@box", "state": "ended", "crashes": 2, "last_exit": last}
+    status = {"status": "degraded", "engines_ready": 1, "engines_wanted": 2, "now_s": 4661.0}
+    node.answers[PATH] = state_of(node=status, engines=[{"id": "engine-0@box"}, gone])
+    code, out, _ = run("status")
+    assert code == 3
+    assert "degraded: 1 of 2 engines ready" in out.splitlines()[1]
+    assert out.splitlines()[-1] == "engine-1@box ended 12 s ago: SIGKILL; 2 times in all"
+    assert run("status", "--json")[0] == 3

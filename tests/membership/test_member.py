@@ -35,4 +35,13 @@ def test_an_engine_and_its_successor_share_a_url() -> None:
 def test_the_admin_api_adds_workers_and_removes_those_of_others() -> None:
     changes = AdminChanges(1.0, added=("http://c:1",), removed=("1",))
     listed, _ = table(changes, x=[ONE, TWO])
-    assert listed == [("2", "x"), ("http://c:1", "admin")]
+    assert listed == [("1", "x"), ("2", "x"), ("http://c:1", "admin")]
+
+
+def test_what_the_admin_api_drained_stays_drained_when_it_is_started_again() -> None:
+    changes = AdminChanges(1.0, added=("http://c:1",), removed=("engine-1@box", "http://c:1"))
+    again = Member(id="engine-1.2@box", url="http://a:1", name="engine-1@box")
+    listed, _ = merge({"x": [again, TWO]}, changes)
+    assert [member.state for member, _ in listed] == ["drained", "ready", "drained"]
+    ended = Member(id="engine-1@box", url="http://a:1", state="ended")
+    assert merge({"x": [ended]}, changes).listed[0].member.state == "ended"

@@ -14,10 +14,13 @@ from sgl_ext.node.children import EngineList
 
 def listed(path: Path) -> list[tuple[str, str]]:
     rows = msgspec.json.decode(path.read_bytes())["workers"]
-    return [(row["id"], row["url"]) for row in rows]
+    assert [row["name"] for row in rows] == [f"engine-{n}@box:30000" for n in range(len(rows))]
+    return [(row["id"], row["url"]) for row in rows if row.get("state") != "ended"]
 
 
-async def test_an_engine_that_ended_leaves_and_comes_back_with_a_new_id(tmp_path: Path) -> None:
+async def test_an_engine_that_ended_is_listed_so_and_comes_back_with_a_new_id(
+    tmp_path: Path,
+) -> None:
     path = tmp_path / "engines.json"
     engines = [
         Child(

@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import asyncio
+import sys
 from pathlib import Path
 from typing import Any
 
+import pytest
 from aiohttp import web
 from aiohttp.test_utils import TestServer
 
 from scheduler.silence import RESTART_S
+from sgl_ext.node.child import Child
 from sgl_ext.node.children import EngineList
-from sgl_ext.node.keepers import EngineCalls, HungEngines
+from sgl_ext.node.keepers import EngineCalls, HungEngines, keep_running
 from tests.node.test_restarts import FakeEngine, FakeNode
+from tests.waiting import HANG_S
 
 
 class Calls:
@@ -66,3 +71,23 @@ async def test_the_balancer_says_which_engines_hang() -> None:
     silent = EngineCalls("http://127.0.0.1:1", None)
     assert await silent.hung_s() == {}
     await silent.close()
+
+
+@pytest.mark.parametrize(
+    ("program", "cause"),
+    [
+        ("import os, signal; os.kill(os.getpid(), signal.SIGKILL)", "SIGKILL"),
+        ("raise RuntimeError('no memory')", "exit code 1: RuntimeError: no memory"),
+        ("raise SystemExit(3)", "exit code 3"),
+    ],
+)
+async def test_how_an_engine_ended_is_kept(tmp_path: Path, program: str, cause: str) -> None:
+    engine = Child("engine-0", [sys.executable, "-c", program], {}, tmp_path / "log", "http://x:1")
+    said = asyncio.Event()
+    await engine.start()
+    keeping = asyncio.create_task(keep_running(engine, lambda _: said.set()))
+    async with asyncio.timeout(HANG_S):
+        await said.wait()
+    keeping.cancel()
+    assert engine.last_exit is not None
+    assert (engine.crashes, engine.last_exit.cause) == (1, cause)

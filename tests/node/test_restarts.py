@@ -105,6 +105,7 @@ class FakeNode:
         self.fewest_serving = count
         self.models: set[frozenset[str]] = set()
         self.refused = ""
+        self.drained_ids: set[str] = set()
         self.engines = [FakeEngine(self, number) for number in range(count)]
         self.listed = EngineList(Path(), self.engines, "box:30000")  # type: ignore[arg-type]
         replacement = Replacement(
@@ -144,6 +145,9 @@ class FakeNode:
         if engine.balancers is None or engine.serves:
             return engine.balancers
         return 1 if engine.requests else 0
+
+    async def drained(self) -> set[str]:
+        return self.drained_ids
 
     async def in_flight(self, id: str) -> int | None:
         engine = next(e for e in self.engines if self.listed.id_of(e) == id)  # type: ignore[arg-type]
@@ -193,6 +197,19 @@ async def test_engines_restart_one_after_another_while_the_others_serve() -> Non
     assert node.fewest_serving == 2
     states = [line for line in node.said if line.startswith("engine-0")]
     assert states == [f"engine-0: {s}" for s in ("draining", "stopping", "starting", "ready")]
+
+
+async def test_the_last_engine_that_is_not_drained_is_not_restarted() -> None:
+    node = FakeNode()
+    node.drained_ids = {"engine-0@box:30000", "engine-0.2@box:30000"}
+    node.engines[0].balancers = 0
+    ended = await node.restart()
+    assert [step.state for step in ended.engines] == ["ready", "failed"]
+    assert "stays drained" in ended.engines[0].reason
+    assert "the others are drained" in ended.engines[1].reason
+    assert node.log[0].startswith("engine-0 stops")
+    assert not any(line.startswith("engine-1") for line in node.log)
+    assert node.engines[1].serves
 
 
 async def test_one_engine_alone_restarts_by_its_name_id_or_address() -> None:

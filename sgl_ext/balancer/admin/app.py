@@ -115,7 +115,9 @@ class ControlPool(ConnectionPool):
 
 async def health(request: web.Request) -> web.Response:
     """200 if at least one engine is ready, 503 otherwise and while draining; lists all engines.
+    With fewer than there should be, the status is "degraded".
 
+    is_drained: whether an operator took its requests away.
     hung_s: how long an engine hangs that nobody stopped from outside; 0 if it does not.
     """
     services = request.app[SERVICES]
@@ -129,12 +131,13 @@ async def health(request: web.Request) -> web.Response:
                 "ready": w.ready,
                 "in_flight": w.in_flight + w.peer_load.in_flight,
                 "state": w.state,
+                "is_drained": w.member.state == "drained",
                 "hung_s": 0.0 if w.hung_s is None else now_s - w.hung_s,
             }
             for w in services.workers.all
         ],
     }
-    return json_response(document, 200 if services.status == "ok" else 503)
+    return json_response(document, 200 if services.status in ("ok", "degraded") else 503)
 
 
 async def live(_: web.Request) -> web.Response:

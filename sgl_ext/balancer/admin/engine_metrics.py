@@ -48,6 +48,10 @@ RESTARTS_HELP = (
 )
 
 
+CRASHES = b"sgl_ext_child_crashes_total"
+CRASHES_HELP = b"Times that an engine of the launcher's node ended although nobody stopped it."
+
+
 class Unreadable(Exception):
     """An engine's metrics cannot be used. The message is the reason, as a label."""
 
@@ -81,8 +85,9 @@ class EngineMetrics:
         children, found = await asyncio.gather(self._launcher.children(), asyncio.gather(*read))
         pages = dict(zip(workers, found, strict=True))
         restarts = {child["name"]: child["restarts"] for child in children}
+        crashes = {child["name"]: child.get("crashes", 0) for child in children}
         # In a thread: 64 engines' pages are about 10 MB.
-        page, unreadable = await asyncio.to_thread(merge, pages, restarts)
+        page, unreadable = await asyncio.to_thread(merge, pages, restarts, crashes)
         for _ in unreadable:
             self._failures[("unreadable",)] += 1
         return page
@@ -117,18 +122,24 @@ class EngineMetrics:
 
 
 def merge(
-    pages: Mapping[str, bytes | None], restarts: Mapping[str, int] = MappingProxyType({})
+    pages: Mapping[str, bytes | None],
+    restarts: Mapping[str, int] = MappingProxyType({}),
+    crashes: Mapping[str, int] = MappingProxyType({}),
 ) -> tuple[bytes, list[str]]:
     """One page for those of several engines, each family once, and the engines whose page cannot
     be read: one wrong line would make Prometheus reject the whole page.
 
     pages: in Prometheus' text format, by the engine's id; None for an engine without one.
-    restarts: how often the launcher has started each of its engines again.
+    restarts, crashes: how often the launcher has started each of its engines again, and how often
+        each ended although nobody stopped it.
     """
     up, again = _Family(UP, b"gauge", UP_HELP), _Family(RESTARTS, b"counter", RESTARTS_HELP)
-    families, unreadable = {UP: up, RESTARTS: again}, []
-    for name, times in restarts.items():
-        again.samples.append(b'\n%b{child="%b"} %d' % (RESTARTS, _escaped(name).encode(), times))
+    ended = _Family(CRASHES, b"counter", CRASHES_HELP)
+    families, unreadable = {UP: up, RESTARTS: again, CRASHES: ended}, []
+    for family, counts in ((again, restarts), (ended, crashes)):
+        name = RESTARTS if family is again else CRASHES
+        for child, times in counts.items():
+            family.samples.append(b'\n%b{child="%b"} %d' % (name, _escaped(child).encode(), times))
     for engine, page in pages.items():
         label = b'engine="%b"' % _escaped(engine).encode()
         is_up = False

@@ -1,7 +1,8 @@
 """Administration: adds and drains workers, restarts engines, explains placements, reloads.
 
 GET    /sgl_ext/workers                         every worker and its state, and every source
-POST   /sgl_ext/workers  {"url": "http://..."}  adds a worker, or ends its draining
+POST   /sgl_ext/workers  {"url": "http://..."}  adds a worker, or ends its draining; with
+                                                "wait": false one that is new must answer now
 DELETE /sgl_ext/workers?url=http://...          drains a worker: it gets no new requests and
                                                 leaves after its last one; also ?id=...
 GET    /v1/pins                                 the pinned prefixes of every engine, with its id
@@ -36,6 +37,7 @@ null or text, "engines": [{"name", "state": "waiting" | "draining" | "stopping" 
 """
 
 import asyncio
+import os
 import re
 import time
 from collections.abc import Awaitable, Mapping, Sequence
@@ -64,9 +66,11 @@ from sgl_ext.settings.reloading import NothingToRead
 from sgl_ext.settings.schema import SettingsError
 from sgl_ext.settings.sources import worker_url_problem
 from sgl_ext.wire.headers import OWNER_HEADER, RANK_HEADER, TENANT_HEADER
+from sgl_ext.wire.probes import READY_PATH
 
 SERVICES = web.AppKey("services", Services)
 _TIMEOUT = aiohttp.ClientTimeout(total=120)
+_ANSWER = aiohttp.ClientTimeout(total=2.5)
 _FORWARDED_HEADERS = (TENANT_HEADER, OWNER_HEADER)
 
 
@@ -88,6 +92,8 @@ async def add_worker(request: web.Request) -> web.Response:
     if known is None and len(workers.admin.added) >= MOST_ADDED:
         message = f"url: at most {MOST_ADDED} workers can be added; list more in a file"
         raise BalancerError(HTTPStatus.CONFLICT, message)
+    if known is None and document.get("wait") is False:
+        await _require_answer(services, url)
     worker = workers.add(url, time.time())
     if worker is None:
         message = "url: a source lists it, and that entry is ignored; the log has the reason"
@@ -96,6 +102,20 @@ async def add_worker(request: web.Request) -> web.Response:
     probes = WorkerProbes(workers, services.session, failed, stated=services.models.note)
     await probes.probe(worker)
     return json_response(_shown(worker), HTTPStatus.OK if known else HTTPStatus.CREATED)
+
+
+async def _require_answer(services: Services, url: str) -> None:
+    """Raises BalancerError if nothing answers at a URL within _ANSWER."""
+    try:
+        async with services.session.get(url.rstrip("/") + READY_PATH, timeout=_ANSWER):
+            return
+    except TimeoutError:
+        why = f"no answer in {_ANSWER.total:g} s"
+    except aiohttp.ClientError as error:
+        number = getattr(error, "errno", None)
+        why = os.strerror(number) if number else str(error) or type(error).__name__
+    message = f"url: no engine answers at {url} ({why}). To add one that starts later: --wait"
+    raise BalancerError(HTTPStatus.CONFLICT, message)
 
 
 async def drain_worker(request: web.Request) -> web.Response:
@@ -111,7 +131,7 @@ async def drain_worker(request: web.Request) -> web.Response:
 
 async def show_pins(request: web.Request) -> web.Response:
     now_s = asyncio.get_running_loop().time()
-    workers = request.app[SERVICES].workers.all
+    workers = [w for w in request.app[SERVICES].workers.all if w.state != "drained"]
     owner = request.headers.get(OWNER_HEADER)
     pins = [
         row | {"worker": w.id, "rank": w.rank} for w in workers for row in w.pins.rows(now_s, owner)
@@ -234,7 +254,9 @@ def json_response(document: Any, status: int = HTTPStatus.OK) -> web.Response:
 
 
 def _shown(worker: Worker) -> dict[str, Any]:
-    state = "gone" if worker.is_gone else worker.member.state
+    state: str = "gone" if worker.is_gone else worker.member.state
+    if state == "drained":
+        state = worker.state  # until its last request has ended, it drains
     return {
         "id": worker.id,
         "url": worker.url,

@@ -85,10 +85,13 @@ def document(
     divergences = _divergences(services.whole.divergences())
     programs = programs_of(activity["agents"])
     workers, started = services.workers, {each.get("url"): each for each in children}
+    ready, wanted = workers.readiness()
     return {
         "version": versions()._asdict(),
         "node": {
             "status": services.status,
+            "engines_ready": ready,
+            "engines_wanted": wanted,
             "started_s": round(min(each["activity"]["history"]["started_s"] for each in parts), 3),
             "now_s": round(now_s, 3),
             "in_flight": sum(_in_flight(worker) for worker in workers.all),
@@ -143,6 +146,9 @@ def _engine(worker: Worker, child: Mapping[str, Any], hit_rate: float | None) ->
         "in_flight": _in_flight(worker),
         "kv": kv if total else None,
         "hit_rate": hit_rate,
+        "restarts": child.get("restarts"),
+        "crashes": child.get("crashes"),
+        "last_exit": child.get("last_exit"),
     }
 
 
@@ -161,7 +167,7 @@ def _state(worker: Worker, *, is_starting: bool) -> str:
     if is_starting:
         return "starting"
     if worker.draining:
-        return "draining"
+        return worker.state
     return "unreachable" if worker.was_ready or worker.fault else "starting"
 
 
@@ -200,7 +206,8 @@ def _queue(parts: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
 
 def _pins(workers: Iterable[Worker], now_s: float, *, hashes: bool) -> list[dict[str, Any]]:
     """The pins of all engines, the largest first. Their sessions have the names of `sessions`."""
-    rows = [row | {"worker": worker.id} for worker in workers for row in worker.pins.rows(now_s)]
+    heard = [worker for worker in workers if worker.state != "drained"]
+    rows = [row | {"worker": worker.id} for worker in heard for row in worker.pins.rows(now_s)]
     for row in rows:
         row["session"] = shown_name(row["session"], row["owner"], hashes=hashes)
     return sorted(rows, key=lambda row: (-row["tokens"], row["prefix"], row["worker"]))

@@ -96,10 +96,14 @@ class Services:
 
     @property
     def status(self) -> str:
-        """Whether requests are served: "ok", or why they are not."""
+        """Whether requests are served: "ok", "degraded" if some engines are not ready, or why they
+        are not served."""
         if self.draining:
             return "draining"
-        return "ok" if self.workers.ready else "no engine is ready"
+        if not self.workers.ready:
+            return "no engine is ready"
+        ready, wanted = self.workers.readiness()
+        return "ok" if ready == wanted else "degraded"
 
     def drain(self) -> None:
         """New requests are rejected from now on."""

@@ -27,6 +27,8 @@ from sgl_ext.wire.peers import Load
 STATES = (
     "ready",
     "draining",
+    "drained",
+    "ended",
     "breaker open",
     "hung",
     "stalled",
@@ -141,7 +143,8 @@ class Worker:
     model: the name of its pool (`models`). stated: the model that it says it serves.
     models_asked_s: when it was asked for that.
     cause: why it was not ready at last; "" if it was from the start.
-    draining: it gets no new requests. is_gone: it is also removed after its last one.
+    draining: it gets no new requests. is_gone: it is also removed after its last one; one that
+        the admin API has drained stays.
     is_expected: it gets no new requests now, and requests that find no other worker wait for it.
     slot: its bit in the prefix index, reused after the worker has left.
     host_slot: that of what its host keeps; None without a host tier.
@@ -251,7 +254,11 @@ class Worker:
     def state(self) -> str:
         """Its state, one of STATES."""
         if self.draining:
-            return "draining"
+            state = self.member.state
+            if state == "ended" and not self.is_gone:
+                return "ended"
+            is_busy = self.in_flight or self.peer_load.in_flight
+            return "drained" if state == "drained" and not is_busy else "draining"
         if self.is_hung:
             return "hung"
         if self.refuses_secret:

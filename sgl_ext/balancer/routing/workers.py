@@ -85,6 +85,14 @@ class WorkerSet:
         """The workers that are ready and do not drain."""
         return [worker for worker in self.all if worker.ready and not worker.draining]
 
+    def readiness(self) -> tuple[int, int]:
+        """How many engines are ready, with all of their ranks, and how many should be: all that are
+        listed, but for those that their source lets leave."""
+        wanted = [w for w in self.all if not w.is_gone and w.member.state != "draining"]
+        lacking = {(w.member.id, w.url) for w in wanted if w.state != "ready"}
+        engines = {(w.member.id, w.url) for w in wanted}
+        return len(engines - lacking), len(engines)
+
     def find(self, name: str) -> Worker | None:
         """The worker with this id. One that stays comes before one that leaves."""
         return self._by_id.get(name)
@@ -160,7 +168,12 @@ class Workers(WorkerSet, Collector):
         metrics.tables.add("added_workers", lambda: len(self.admin.added), lambda: MOST_ADDED)
 
     def collect(self) -> Iterable[Metric]:
-        return gauges(self._by_id, STATES, self._clock())
+        yield from gauges(self._by_id, STATES, self._clock())
+        ready, wanted = self.readiness()
+        text = "Engines that are ready for requests."
+        yield GaugeMetricFamily("sgl_ext_engines_ready", text, ready)
+        text = "Engines that should be ready: those that drain, start or have ended are among them."
+        yield GaugeMetricFamily("sgl_ext_engines_wanted", text, wanted)
 
     def apply(self, source: str, members: Sequence[Member]) -> None:
         """Replaces the list of a source. A worker that is on no list any more gets no new requests,
@@ -186,24 +199,39 @@ class Workers(WorkerSet, Collector):
         """
         url = url.rstrip("/")
         added, removed = self.admin.added, self.admin.removed
-        named = {member.id for member in self._members() if member.url == url}
-        removed = tuple(each for each in removed if each not in named)
+        named = {member.lasting_name for member in self._members() if member.url == url}
+        removed = tuple(each for each in removed if each not in (*named, url))
         if not named and url not in added:
             added = (*added, url)
         self._edit(wall_s, added, removed)
         return self.find_url(url)
 
     def remove(self, worker: Worker, wall_s: float) -> None:
-        """Lets a worker leave, whatever its source says, until `add` takes it back."""
-        there = {member.id for member in self._members()}
-        own = () if worker.source == ADMIN else (worker.member.id,)
-        removed = [*dict.fromkeys((*self.admin.removed, *own))]
+        """Drains a worker, whatever its source says, until `add` takes it back. Until then it stays
+        as long as its source lists it; one that the admin API added, as long as it answers."""
+        there = {*self.admin.added, *(member.lasting_name for member in self._members())}
+        removed = [*dict.fromkeys((*self.admin.removed, worker.member.lasting_name))]
         # Other balancers may list what is not there: only as many of those as the bound allows.
         elsewhere = [name for name in removed if name not in there]
         forgotten = elsewhere[: max(len(elsewhere) - MOST_ELSEWHERE, 0)]
         removed = [name for name in removed if name not in forgotten]
-        added = tuple(url for url in self.admin.added if url != worker.url)
-        self._edit(wall_s, added, tuple(removed))
+        self._edit(wall_s, self.admin.added, tuple(removed))
+
+    def forget_silent(self, wall_s: float) -> None:
+        """Removes the workers that the admin API added and drained, and that answer no longer. Call
+        it periodically."""
+        silent = {
+            worker.url
+            for worker in self.all
+            if worker.source == ADMIN and worker.state == "drained" and not worker.is_reachable
+        }
+        if silent:
+            added, removed = self.admin.added, self.admin.removed
+            self._edit(
+                wall_s,
+                tuple(url for url in added if url not in silent),
+                tuple(name for name in removed if name not in silent),
+            )
 
     def _edit(self, wall_s: float, added: tuple[str, ...], removed: tuple[str, ...]) -> None:
         """An edit is later than the one before it, even after a step back of the clock."""
@@ -247,6 +275,9 @@ class Workers(WorkerSet, Collector):
 
     def remove_drained(self) -> None:
         """Removes the workers that leave and whose requests have ended. Call it periodically."""
+        for worker in self.all:
+            if worker.report and worker.state == "drained":
+                worker.clear_load()  # it is not heard any more
         leaving = [worker for worker in self.all if worker.is_gone and not worker.in_flight]
         if not leaving:
             return

@@ -42,7 +42,7 @@ function shareCell(cell, share) {
   bar(cell, `${percent(share)} cached`, [["cached", share]]);
 }
 
-function stateCell(cell, engine) {
+function stateCell(cell, engine, nowS) {
   let pill = cell.querySelector(".pill");
   if (!pill) {
     pill = element("span", { class: "pill" });
@@ -51,7 +51,10 @@ function stateCell(cell, engine) {
   pill.dataset.state = engine.state;
   setText(pill, engine.state);
   const starting = engine.state === "starting";
-  aside(cell, (starting ? engine.stage : engine.fault ?? engine.note) ?? "", "note");
+  const { last_exit: last, crashes } = engine;
+  const ended = last && `ended ${ago(nowS - last.time_s)}: ${last.cause}${crashes > 1 ? `; ${count(crashes)} times in all` : ""}`;
+  const about = (starting ? engine.stage : engine.fault ?? engine.note) ?? "";
+  aside(cell, [about, ended].filter(Boolean).join("; "), "note");
   let progress = cell.querySelector("progress");
   const known = starting && engine.progress !== null;
   if (known && !progress) {
@@ -155,7 +158,7 @@ export class View {
       label: "engines-title", key: ({ id }) => id, empty: "No engine is known yet.",
       columns: [
         { head: "Engine", isHead: true, kind: "name", show: name(({ id }) => id, engineName) },
-        { head: "State", kind: "state", show: stateCell },
+        { head: "State", kind: "state", show: (cell, engine) => stateCell(cell, engine, this.now_s) },
         { head: "Running", kind: "number", show: runningCell },
         { head: "Waiting", kind: "number extra", text: ({ waiting }) => count(waiting) },
         { head: "KV memory", kind: "meter", show: memoryCell },
@@ -251,9 +254,10 @@ export class View {
     document.title = `${node.model ? `${node.model} – ` : ""}sgl-ext`;
     const status = byId("node");
     status.hidden = false;
-    status.dataset.state = node.status === "ok" ? "ready" : node.status === "draining" ? "draining"
-      : state.engines.some((engine) => engine.state === "starting") ? "starting" : "unreachable";
-    setText(status, node.status === "ok" ? "serving" : node.status);
+    status.dataset.state = { ok: "ready", degraded: "degraded", draining: "draining" }[node.status]
+      ?? (state.engines.some((engine) => engine.state === "starting") ? "starting" : "unreachable");
+    const [ready, wanted] = [node.engines_ready, node.engines_wanted];
+    setText(status, { ok: "serving", degraded: `degraded: ${ready} of ${wanted} engines ready` }[node.status] ?? node.status);
     setText(byId("now-hit"), percent(recent.hit_rate));
     setText(byId("now-ttft"), seconds(recent.ttft_p50_s));
     setText(byId("now-ttft99"), `median; p99 ${seconds(recent.ttft_p99_s)}`);
@@ -262,8 +266,7 @@ export class View {
     setText(byId("now-output"), perSecond(compact(recent.output_tokens_per_s), "tok/s"));
     setText(byId("now-queue"), count(queue.waiting));
     setText(byId("now-limit"), `waiting, of ${count(queue.limit)} at most`);
-    const ready = state.engines.filter((engine) => engine.state === "ready").length;
-    setText(byId("now-engines"), `${ready} of ${state.engines.length}`);
+    setText(byId("now-engines"), `${ready} of ${wanted}`);
     setText(byId("now-uptime"), `ready; up ${span(node.now_s - node.started_s)}`);
     for (const chart of charts) chart.show(history);
     this.engines.show(state.engines, state.engines.length);

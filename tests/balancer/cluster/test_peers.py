@@ -169,7 +169,8 @@ def test_a_worker_that_joins_one_peer_joins_all(pair: list[Process]) -> None:
     one.workers.add("http://c", 5.0)
     one.workers.remove(one.named(A), 6.0)
     one.peers.send_state()
-    assert {worker.id for worker in two.workers.all} == {B, "http://c"}
+    assert {w.id for w in two.workers.all if not w.draining} == {B, "http://c"}
+    assert two.named(A).state == "drained"
     two.peers.send_state()
     assert one.workers.find("http://c") is not None, "older changes take nothing back"
 

@@ -306,10 +306,10 @@ def test_a_worker_that_leaves_gives_the_slots_of_its_tiers_back(setting: Setting
     a, b = setting.workers.all
     for worker in (a, b):
         setting.workers.set_tiers(worker, has_host=True, machine="one")
-    setting.workers.remove(a, 1.0)
+    setting.workers.apply(a.source, [b.member])
     setting.workers.remove_drained()
     assert setting.workers.has_tiers
-    setting.workers.remove(b, 2.0)
+    setting.workers.apply(a.source, [])
     setting.workers.remove_drained()
     assert not setting.workers.has_tiers
     again = setting.workers.add("http://d", 3.0)

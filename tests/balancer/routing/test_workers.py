@@ -29,7 +29,7 @@ def setting() -> Setting:
 
 def test_slots_are_used_again(setting: Setting) -> None:
     gone = setting.workers.all[0]
-    setting.workers.remove(gone, 1.0)
+    setting.workers.apply(gone.source, [w.member for w in setting.workers.all if w is not gone])
     joined = setting.workers.add("http://c", 2.0)
     assert joined is not None
     assert joined.slot == gone.slot
@@ -167,16 +167,51 @@ def test_the_operators_first_source_counts_whichever_is_read_first() -> None:
     assert [worker.id for worker in workers.all] == ["1"]
 
 
-def test_what_the_admin_api_removes_stays_away_until_it_is_taken_back() -> None:
+def test_what_the_admin_api_drains_stays_drained_until_it_is_taken_back() -> None:
     workers = table(x=[ONE, TWO])
     workers.remove(named(workers, "1"), 1.0)
     workers.apply("x", [TWO, ONE])
-    assert [worker.id for worker in workers.all] == ["2"]
+    assert [worker.id for worker in workers.ready] == ["2"]
+    assert named(workers, "1").state == "drained"
+    assert workers.readiness() == (1, 2)
     assert workers.add(ONE.url, 2.0) is named(workers, "1")
+    assert workers.readiness() == (2, 2)
     workers.add("http://c:1", 3.0)
     workers.remove(named(workers, "http://c:1"), 4.0)
-    assert [worker.id for worker in workers.all] == ["2", "1"]
+    assert [worker.id for worker in workers.ready] == ["1", "2"]
     assert workers.add("http://c:1", 5.0) is named(workers, "http://c:1")
+
+
+def test_a_worker_is_drained_once_its_requests_have_ended() -> None:
+    workers = table(x=[ONE, TWO])
+    one = named(workers, "1")
+    one.in_flight = 1
+    workers.remove(one, 1.0)
+    assert one.state == "draining"
+    one.in_flight = 0
+    assert one.state == "drained"
+
+
+def test_an_added_worker_that_was_drained_is_forgotten_once_it_is_silent() -> None:
+    workers = table(x=[ONE])
+    added = workers.add("http://c:1", 1.0)
+    assert added is not None
+    added.is_reachable = True
+    workers.remove(added, 2.0)
+    workers.forget_silent(3.0)
+    assert added in workers.all
+    added.is_reachable = False
+    workers.forget_silent(4.0)
+    assert [worker.id for worker in workers.all] == ["1"]
+    assert (workers.admin.added, workers.admin.removed) == ((), ())
+
+
+def test_engines_that_ended_are_missed_and_those_that_leave_are_not() -> None:
+    ended, leaving = changed(ONE, state="ended"), changed(TWO, state="draining")
+    third = Member(id="3", url="http://d:1")
+    workers = table(x=[ended, leaving, third])
+    assert named(workers, "1").state == "ended"
+    assert workers.readiness() == (1, 2)
 
 
 def test_what_other_balancers_removed_is_remembered_within_a_bound(
