@@ -23,7 +23,7 @@ client claims, its priority included, gives its tenant memory that others use. B
 starves, and no worker is idle because of a wrong estimate.
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import NamedTuple
 
 from scheduler.averages import DecayingSum
@@ -134,3 +134,17 @@ def is_sent(
     part = weights.get(demand.tenant, 1.0) / sum(weights.get(one, 1.0) for one in tenants)
     own = pool.used.get(demand.tenant, 0)
     return own <= 0 or own + demand.own_tokens <= part * pool.tokens
+
+
+TYPICAL_TOKENS = 50_000
+"""What an agent is taken to need while none is there."""
+
+
+def agents_that_fit(free_tokens: Iterable[float], used_tokens: float, agents: int) -> int:
+    """How many more agents have room, if they are like those that are there.
+
+    free_tokens: of each worker's memory; an agent is at one worker, so rests do not add up.
+    used_tokens: what all `agents` count with.
+    """
+    typical = used_tokens / agents if agents and used_tokens > 0 else TYPICAL_TOKENS
+    return sum(int(free // typical) for free in free_tokens if free > 0)

@@ -132,6 +132,10 @@ class WorkingSet:
             found[one.tenant] -= one.tokens
         return found
 
+    def counted(self) -> int:
+        """How many agents count with something, at any worker."""
+        return sum(one.tokens > 0 for one in self._agents.values())
+
     def less_important(self, worker: int, tenant: str, priority: int, besides: int) -> int:
         """What those of a tenant's agents count with that have a lower priority, without one."""
         here = self._tokens.get(worker, {}).items()

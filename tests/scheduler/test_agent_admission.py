@@ -10,9 +10,11 @@ from scheduler.agent_admission import (
     BUSY_FROM,
     SMALL_SHARE,
     SPAN_S,
+    TYPICAL_TOKENS,
     Demand,
     Pool,
     PrefillPace,
+    agents_that_fit,
     has_time,
     is_sent,
     pool_tokens,
@@ -146,3 +148,18 @@ def test_beyond_its_part_a_tenant_gets_only_what_others_do_not_use(
 def test_a_tenants_part_follows_its_weight(weight: float, held: bool) -> None:
     used = {"ann": 4000, "bob": 5000}
     assert is_held(demand(1500), used, {"ann": weight}) is held
+
+
+def test_as_many_agents_fit_as_are_like_those_that_are_there() -> None:
+    # Four agents of 10,000 tokens: seven more at one worker, none at the full one.
+    assert agents_that_fit([70_000, 9_999, 0, -5_000], 40_000, 4) == 7
+    assert agents_that_fit([9_999, 9_999], 40_000, 4) == 0, "rests of workers do not add up"
+    assert agents_that_fit([2.5 * TYPICAL_TOKENS], 0, 0) == 2
+    assert agents_that_fit([], 0, 0) == 0
+
+
+@given(st.lists(st.floats(-1e6, 1e9), max_size=8), st.integers(0, 10**9), st.integers(0, 1000))
+def test_what_fits_has_room(free: list[float], used: int, agents: int) -> None:
+    typical = used / agents if agents and used else TYPICAL_TOKENS
+    found = agents_that_fit(free, used, agents)
+    assert 0 <= found * typical <= sum(max(one, 0) for one in free) * (1 + 1e-9)

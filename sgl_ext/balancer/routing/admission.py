@@ -43,7 +43,7 @@ from typing import Protocol
 import xxhash
 
 from scheduler import suspects
-from scheduler.agent_admission import Demand, Pool, has_time, is_sent
+from scheduler.agent_admission import Demand, Pool, agents_that_fit, has_time, is_sent
 from scheduler.order import Entry, OrderedQueue, Served, Waiting, step, window_of
 from scheduler.suspects import AGAIN, LIMIT, REFUSED, REFUSED_S, Suspects
 from scheduler.working_set import LIMIT as MOST_AGENTS
@@ -114,6 +114,8 @@ class AdmissionQueue:
         add_part = self.metrics.add_part
         add_part(self.metrics.queued_requests, self.__len__)
         add_part(self.metrics.held_requests, self._held.__len__)
+        add_part(self.metrics.agents.labels("there"), self._gate.there)
+        add_part(self.metrics.agents.labels("fit"), self._gate.fit)
         for label in BANDS:
             waiting = self.metrics.queued_by_priority.labels(label)
             add_part(waiting, partial(self._waiting_in, label))
@@ -375,6 +377,22 @@ class AgentGate:
     def __len__(self) -> int:
         """How many agents it knows."""
         return len(self._router.attempts.working_set or ())
+
+    def there(self) -> int:
+        """How many agents count with memory."""
+        working_set = self._router.attempts.working_set
+        return 0 if working_set is None else working_set.counted()
+
+    def fit(self) -> int:
+        """How many more agents like those have room in the engines that are ready."""
+        working_set, there = self._router.attempts.working_set, self.there()
+        free, used_tokens = [], 0
+        for worker in self._router.workers.all:
+            if worker.ready and worker.role != DECODE:
+                used = 0 if working_set is None else working_set.used(worker.slot, 0).total()
+                free.append(worker.pool_tokens - used)
+                used_tokens += used
+        return agents_that_fit(free, used_tokens, there)
 
     def change(self, hold_s: float) -> None:
         """Changes how long a request is held back. What agents use is counted while it is not 0."""

@@ -89,6 +89,20 @@ def test_an_agent_is_held_back_until_another_one_is_not_expected_any_more() -> N
     assert not is_held(third)
 
 
+def test_the_metrics_say_how_many_agents_there_are_and_how_many_more_fit() -> None:
+    queue = Held()
+    gate = queue.admission_queue._gate
+    last = queue.agent("one", **{"x-sgl-ext-session-final": "1"})
+    room = gate.there() + gate.fit()
+    assert gate.there() == 1
+    queue.agent("two")
+    assert (gate.there(), gate.fit()) == (2, room - 2)
+    landed(queue, last)
+    assert (gate.there(), gate.fit()) == (1, room - 1)
+    queue.workers.all[0].ready = False
+    assert (gate.there(), gate.fit()) == (1, 0)
+
+
 def test_an_agent_goes_on_while_its_prompt_is_in_memory() -> None:
     queue, first, _ = full()
     new = queue.program("three")
