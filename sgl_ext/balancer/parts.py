@@ -148,8 +148,7 @@ class Parts:
         activity.add_tables(metrics.tables)
         self._documents = TenantDocuments(documents, metrics, config.max_body_bytes)
         self._limits = RateLimits(key_file, metrics, config.processes, state=self._shared)
-        if key_file is not None:
-            self._limits.usage = UsageLedger(usage)
+        self._limits.usage = UsageLedger(usage)
         if group is not None and group.memory is not None:
             self._limits.at_once = group.memory.requests_at_once(group.number)
         self._shared_keys = None

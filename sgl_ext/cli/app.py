@@ -17,6 +17,7 @@ from sgl_ext.cli.contexts import app as contexts
 from sgl_ext.cli.node import NodeError, UsageError
 from sgl_ext.cli.requests import requests
 from sgl_ext.cli.show import console, plain, warn
+from sgl_ext.cli.usage import usage
 from sgl_ext.version import versions
 
 PROGRAM = "sgl-ext"
@@ -172,7 +173,7 @@ _VERBS: dict[str, list[Callable[..., None]]] = {
     _START: [serve],
     _LOOK: [
         *(status.status, top.top, chat.models, chat.chat, run_folder.logs),
-        *(requests, prompts.explain, prompts.doctor, clients, bench.bench),
+        *(requests, usage, prompts.explain, prompts.doctor, clients, bench.bench),
     ],
     _CHANGE: [
         *(engines.restart, engines.drain, engines.undrain, engines.add, engines.reload),

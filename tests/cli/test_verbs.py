@@ -241,7 +241,7 @@ def test_a_shell_gets_verbs_from_the_command(
 @pytest.mark.parametrize(
     ("words", "found"),
     [
-        ("serve --drain", ["--drain-s"]),
+        ("serve --drain-s", ["--drain-s"]),
         ("recipes gpu", ["gpu.toml"]),
         ("clients cod", ["codex"]),
         ("drain engine", ["engine-0", "engine-1"]),

@@ -29,6 +29,10 @@ log = logging.getLogger(__name__)
 
 # Of one day. Keys are the operator's, so there are more only after a long outage of the table.
 _MAX_UNSENT = 10_000
+_MAX_NAMES = 10_000
+MOST_TENANTS = 256
+OTHERS = "other tenants"
+"""Stands for the tenants beyond the bound."""
 _Name = tuple[str, str]  # a tenant, and the name of one of its keys
 
 
@@ -62,6 +66,8 @@ class UsageLedger:
         self._month = ""
         self._known: dict[_Name, Amount] = {}
         self._own: dict[_Name, Amount] = {}
+        # Of requests without a key, since the last `sync`.
+        self._tenants: dict[str, list[int]] = {}
         # Claimed by requests that run.
         self._claimed: dict[_Name, int] = {}
 
@@ -105,8 +111,41 @@ class UsageLedger:
 
     def count(self, key: ApiKey, requests: int, tokens: int) -> None:
         """Adds to what the key has used."""
+        self._add((key.tenant, key.name), requests, tokens)
+
+    def count_tenant(self, tenant: str, tokens: int) -> None:
+        """Adds a request without a key. Clients may name tenants, so those beyond MOST_TENANTS
+        between two calls of `sync` are one."""
+        sums = self._tenants.get(tenant)
+        if sums is None:
+            name = tenant if len(self._tenants) < MOST_TENANTS else OTHERS
+            sums = self._tenants.setdefault(name, [0, 0])
+        sums[0] += 1
+        sums[1] += tokens
+
+    async def days(self, month: str) -> list[Use]:
+        """What keys and tenants used on each day of a month; a tenant's requests without a key have
+        the key "". Without a store, what this process counted of this month, as one row. Raises
+        StoreFailed."""
+        if self.table is not None:
+            return await self.table.days(month)
+        self._flush_tenants()
         self._turn_month()
-        name = key.tenant, key.name
+        own = self._own.items() if month == self._month else ()
+        return [Use(month, *name, *amount) for name, amount in own]
+
+    def _flush_tenants(self) -> None:
+        """Bounds what it knows, too: a tenant that is new when there are many is one of others."""
+        counted, self._tenants = self._tenants, {}
+        for tenant, sums in counted.items():
+            name = tenant, ""
+            is_new = name not in self._own and name not in self._known
+            if is_new and len(self._own) + len(self._known) >= _MAX_NAMES:
+                name = OTHERS, ""
+            self._add(name, *sums)
+
+    def _add(self, name: _Name, requests: int, tokens: int) -> None:
+        self._turn_month()
         self._own[name] = self._own.get(name, Amount()).plus(requests, tokens)
         if self.table is not None:
             at = _day(self.clock()), name
@@ -116,6 +155,7 @@ class UsageLedger:
     async def sync(self) -> None:
         """Sends what was counted, and reads what all have used. Call it every second, and at the
         end. A failure is counted by the store, and tried again."""
+        self._flush_tenants()
         if self.table is None:
             return
         try:

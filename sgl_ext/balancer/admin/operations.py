@@ -12,6 +12,7 @@ DELETE /v1/pins?prefix=HASH                     deletes pins at every engine; al
 GET    /sgl_ext/divergences                     where prompts diverge from earlier ones
 POST   /sgl_ext/explain/v1/messages             where this request would go, and why; every path
                                                 whose requests are placed
+GET    /sgl_ext/usage?month=2026-11             what tenants and their keys used on each day
 GET    /sgl_ext/requests                        past requests, the latest first, with what took
                                                 each its time: `doctor/requests.py`. Any of
                                                 ?session=BEGIN, &tenant=NAME, &id=BEGIN, &limit=N,
@@ -57,6 +58,7 @@ from sgl_ext.balancer.routing.router import explain
 from sgl_ext.balancer.routing.worker import Worker
 from sgl_ext.balancer.routing.worker_probes import WorkerProbes
 from sgl_ext.balancer.routing.workers import MOST_ADDED
+from sgl_ext.balancer.store.documents import StoreFailed
 from sgl_ext.doctor.requests import MOST_ROWS, STATUS, Search
 from sgl_ext.protocols import routes
 from sgl_ext.protocols.errors import BalancerError, no_engine
@@ -350,6 +352,23 @@ def _number(query: Mapping[str, str], name: str, usual: float) -> float:
     return float(text)
 
 
+_MONTH = re.compile(r"20[0-9]{2}-(0[1-9]|1[0-2])")
+
+
+async def show_usage(request: web.Request) -> web.Response:
+    """What tenants and their keys used on each day of a month of UTC."""
+    month = request.query.get("month") or time.strftime("%Y-%m", time.gmtime())
+    if not _MONTH.fullmatch(month):
+        message = f"month: must be a month as 2026-11, not {month!r}"
+        raise BalancerError(HTTPStatus.BAD_REQUEST, message)
+    try:
+        found = await request.app[SERVICES].rate_limits.usage.days(month)
+    except StoreFailed:
+        message = "The store, which has the usage, is unavailable."
+        raise BalancerError(HTTPStatus.SERVICE_UNAVAILABLE, message) from None
+    return json_response({"month": month, "usage": [use._asdict() for use in found]})
+
+
 _RESTART = "/sgl_ext/restart"
 
 
@@ -387,6 +406,7 @@ OPERATION_ROUTES = (
     web.route("POST", _RELOAD, reload),
     web.route("POST", _RESTART, restart),
     web.route("GET", _RESTART, show_restart),
+    web.route("GET", "/sgl_ext/usage", show_usage),
     web.route("GET", "/sgl_ext/requests", find_requests),
     web.get("/sgl_ext/requests/{id:.+}", show_request, allow_head=False),
 )

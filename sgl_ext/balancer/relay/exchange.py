@@ -1094,6 +1094,11 @@ class Exchange:
             if ended is not None:
                 streams = self._response.head.streams
                 self._services.request_log.count(ended, attempt, streams=streams)
+                charge = self._preparation.charge
+                if self.routing.runs and (charge is None or charge.key is None):
+                    computed = 0 if usage is None else usage.computed_tokens or 0
+                    ledger = self._services.rate_limits.usage
+                    ledger.count_tenant(ended.tenant, computed)
         if self._preparation.charge is not None:
             self._settle(None if usage is None else usage.computed_tokens)
         self._count()
