@@ -15,6 +15,7 @@ import logging
 from collections import Counter
 from contextlib import suppress
 from functools import partial
+from importlib import import_module
 from inspect import unwrap
 from typing import Any
 
@@ -197,11 +198,28 @@ def log_template(app: Any) -> None:
     """Writes into the log what the template does, once SGLang's front end is there."""
     chat = getattr(app.state, "openai_serving_chat", None)
     responses = getattr(app.state, "openai_serving_responses", None)
+    if chat is not None:
+        check_template(chat)
     for front_end in (chat, responses):
         if front_end is not None:
             make_plan(front_end)
     facts = {"template": _NONE} if chat is None else _facts(chat) or {"template": _NONE}
     _logger.info("chat template: %s", "; ".join(f"{name}: {fact}" for name, fact in facts.items()))
+
+
+def check_template(chat: ServingChat) -> None:
+    """Raises ValueError for a chat template that is no template: each chat would end in an error.
+    The start ends in it."""
+    source = getattr(chat.tokenizer_manager.tokenizer, "chat_template", None)
+    if not isinstance(source, str) or _is_no_template(chat):
+        return
+    from jinja2 import TemplateSyntaxError
+
+    try:
+        import_module("transformers.utils.chat_template_utils")._compile_jinja_template(source)
+    except TemplateSyntaxError as error:
+        what = f"line {error.lineno}: {error.message}"
+        raise ValueError(f"the model's chat template cannot be read: {what}") from None
 
 
 def template_route() -> Route:

@@ -72,6 +72,15 @@ def check_restart(settings: LaunchSettings) -> None:
 _INDEX = "model.safetensors.index.json"
 _HUB_NAME = re.compile(r"[\w.-]+(/[\w.-]+)?")
 _CONFIGS = ("config.json", "params.json", "model_index.json")
+_JSON = (
+    "config.json",
+    "generation_config.json",
+    "tokenizer_config.json",
+    "tokenizer.json",
+    _INDEX,
+)
+_TOKENIZER = re.compile(r"token|vocab|tekken|merges\.txt|\.tiktoken$|\.model$", re.IGNORECASE)
+_OWN_TOKENIZER = ("--tokenizer-path", "--skip-tokenizer-init")
 # With these, attention is not divided by `tp` alone.
 _OWN_DIVISION = ("--enable-dp-attention", "--attn-dp-size", "--attn-cp-size", "--dcp-size")
 
@@ -84,6 +93,7 @@ def check_model(settings: LaunchSettings) -> str:
         return ""
     if here.is_dir():
         _check_folder(here, path)
+        _check_tokenizer(here, path, settings.engine_args)
     else:
         note = _check_name(path, here)
     _check_division(settings)
@@ -93,6 +103,9 @@ def check_model(settings: LaunchSettings) -> str:
 def _check_folder(folder: Path, path: str) -> None:
     if not any((folder / name).is_file() for name in _CONFIGS) and not [*folder.glob("*.gguf")]:
         raise _model_error(path, "the folder has no config.json, so there is no model in it")
+    for name in _JSON:
+        with suppress(FileNotFoundError):
+            _check_json(folder / name, path)
     try:
         listed = json.loads((folder / _INDEX).read_text())["weight_map"].values()
     except (OSError, ValueError, LookupError, AttributeError):
@@ -103,6 +116,23 @@ def _check_folder(folder: Path, path: str) -> None:
         raise _model_error(
             path, f"{len(missing)} of {total} weight files are missing, as {missing[0]}"
         )
+
+
+def _check_json(file: Path, path: str) -> None:
+    try:
+        json.loads(file.read_bytes())
+    except ValueError as error:
+        why = f"{file.name} is not valid JSON, as if it was cut off or edited: {error}"
+        raise _model_error(path, why) from None
+
+
+def _check_tokenizer(folder: Path, path: str, flags: Sequence[str]) -> None:
+    """Without one, an engine starts with an empty vocabulary, and answers nonsense."""
+    has_own = any(flag.partition("=")[0] in _OWN_TOKENIZER for flag in flags)
+    if has_own or not [*folder.glob("*.safetensors"), *folder.glob("*.bin")]:
+        return
+    if not any(_TOKENIZER.search(file.name) for file in folder.iterdir()):
+        raise _model_error(path, "the folder has no tokenizer; copy it, or set tokenizer-path")
 
 
 def _check_name(path: str, here: Path) -> str:

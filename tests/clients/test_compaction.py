@@ -62,13 +62,16 @@ def settings(client: str, url: str, window: int | None) -> Client:
     return clients_of(Connection(url, "tiny", None, window))[client]
 
 
-def written(client: Client, home: Path) -> Mapping[str, str]:
-    """Writes its file, and returns its variables."""
+_WEBSOCKETS = "supports_websockets = true"
+
+
+def written(client: Client, home: Path, *, websockets: bool = False) -> Mapping[str, str]:
+    """Writes its file, and returns its variables. The recorder passes no WebSocket on."""
     assert client.file is not None
     path = home / client.file.path
     path.parent.mkdir(parents=True)
-    # The recorder passes no WebSocket on.
-    path.write_text(client.file.text.replace("supports_websockets = true", ""))
+    assert websockets <= (_WEBSOCKETS in client.file.text)
+    path.write_text(client.file.text if websockets else client.file.text.replace(_WEBSOCKETS, ""))
     variables = client.file.start.environment
     return {name: value.replace("~", str(home)) for name, value in variables.items()}
 
@@ -85,9 +88,11 @@ def claude_code(url: str, home: Path, window: int | None, prompt: str) -> str:
     return run(command, home, {**start.environment, "DISABLE_TELEMETRY": "1"})
 
 
-def codex(url: str, home: Path, window: int | None, prompt: str) -> str:
+def codex(
+    url: str, home: Path, window: int | None, prompt: str, *, websockets: bool = False
+) -> str:
     client = settings("codex", url, window)
-    written(client, home)
+    written(client, home, websockets=websockets)
     flags = ["--skip-git-repo-check", "--dangerously-bypass-approvals-and-sandbox"]
     start = client.start
     assert start is not None
@@ -165,6 +170,20 @@ def test_a_client_that_exceeds_the_window_compacts_and_goes_on(
     assert max(turn.prompt_tokens for turn in recorder.turns()) < _WINDOW_TOKENS
     if not knows_window:
         assert refused(recorder) > 0
+
+
+def test_codex_compacts_on_its_websocket(small: Node, tmp_path: Path) -> None:
+    opened = websockets_opened(small)
+    prompt = f"{scripts.READ_ON} Codex."
+    said = codex(small.url, tmp_path, window_of(small), prompt, websockets=True)
+    assert scripts.has_read("Codex") in said
+    assert websockets_opened(small) > opened
+
+
+def websockets_opened(node: Node) -> float:
+    page = requests.get(f"{node.url}/metrics", timeout=HANG_S).text
+    label = 'sgl_ext_requests_total{path="/v1/responses",status="101"} '
+    return sum(float(x.removeprefix(label)) for x in page.splitlines() if x.startswith(label))
 
 
 def window_of(node: Node) -> int:

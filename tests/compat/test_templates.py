@@ -19,6 +19,7 @@ from tokenizers import Tokenizer, models
 from sgl_ext.compat.template_folder import main
 from sgl_ext.compat.template_model import Place
 from sgl_ext.compat.templates import (
+    check_template,
     drops_thinking,
     make_plan,
     place_instructions,
@@ -27,6 +28,7 @@ from sgl_ext.compat.templates import (
 )
 from sgl_ext.engine.core.request_context import current
 from sgl_ext.protocols.routes import TEMPLATE
+from tests.compat.front_end import FrontEnd
 
 PLAIN = "{% for m in messages %}[{{ m.role }}]{{ m.content }}{% endfor %}"
 THINKS = "{% for m in messages %}[{{ m.role }}]{{ m.reasoning_content }}{{ m.content }}{% endfor %}"
@@ -138,3 +140,10 @@ def test_a_folder_s_template_is_shown_without_an_engine(
     assert facts["tools"] == "nowhere"
     assert main(str(tmp_path / "none")) == 1
     assert "has no tokenizer that can be read" in capsys.readouterr().err
+
+
+def test_a_template_that_is_none_ends_the_start() -> None:
+    broken = FrontEnd("{% for message in messages %}\n{{ message.content", fits=False)
+    with pytest.raises(ValueError, match=r"^the model's chat template cannot be read: line 2: "):
+        check_template(broken.chat)
+    check_template(FrontEnd("{{ messages }}", fits=False).chat)

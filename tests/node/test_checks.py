@@ -79,6 +79,25 @@ def test_a_folder_without_a_model_or_with_a_part_of_it_is_refused(model: Path) -
     assert "1 of 2 weight files are missing, as model-2.safetensors" in refusal(model)
 
 
+@pytest.mark.parametrize(
+    "name", ["config.json", "tokenizer.json", "tokenizer_config.json", "generation_config.json"]
+)
+def test_a_file_of_the_model_that_is_no_json_is_named(model: Path, name: str) -> None:
+    (model / name).write_text('{"version": ')
+    said = refusal(model)
+    assert f": {name} is not valid JSON, as if it was cut off or edited: " in said
+    assert "line 1 column 13" in said
+
+
+def test_a_model_without_a_tokenizer_is_refused_unless_it_has_another(model: Path) -> None:
+    (model / "model.safetensors").touch()
+    assert "the folder has no tokenizer" in refusal(model)
+    assert check(model, "--tokenizer-path", "/models/other") == ""
+    assert check(model, "--skip-tokenizer-init") == ""
+    (model / "qwen.tiktoken").touch()
+    assert check(model) == ""
+
+
 def test_a_hub_name_says_what_will_happen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     note = check("Qwen/Qwen3-32B")
     assert note.startswith("model_path='Qwen/Qwen3-32B': is no folder here, so the engines down")
