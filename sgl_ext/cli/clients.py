@@ -34,12 +34,14 @@ class Connection:
     model: the name that it serves.
     key: the key that clients send; None if it needs none.
     window_tokens: of the model, prompt and answer together; None if the node does not say.
+    small: the model for what a client has a small one for; "": the same.
     """
 
     url: str
     model: str
     key: str | None = None
     window_tokens: int | None = None
+    small: str = ""
 
 
 class Start(NamedTuple):
@@ -90,6 +92,13 @@ def clients(
         list[str] | None,
         typer.Argument(metavar="-- ARGUMENTS", help="With --run: further arguments of the client."),
     ] = None,
+    model: Annotated[
+        str | None, typer.Option(metavar="NAME", help="The model. Default: the node's first.")
+    ] = None,
+    small: Annotated[
+        str | None,
+        typer.Option("--small-model", metavar="NAME", help="For titles, searches and the like."),
+    ] = None,
     url: Url = HERE,
     key: Key = None,
     write: Annotated[
@@ -104,7 +113,7 @@ def clients(
     if arguments and not run:
         raise UsageError("clients: ARGUMENTS are for --run")
     node = node_at(url, key)
-    card, needs_key = node.model(), _needs_key(node)
+    card, needs_key = node.model(model), _needs_key(node)
     # A key is passed on to what is started, and never printed or written.
     shown_key = node.key if run else PLACE_OF_KEY
     window = card.get("context_length")
@@ -114,6 +123,7 @@ def clients(
             card["id"],
             shown_key if needs_key else None,
             window if isinstance(window, int) else None,
+            "" if (own := small or small_model(node, card["id"])) == card["id"] else own,
         )
     )
     if name is not None and name not in known:
@@ -125,6 +135,26 @@ def clients(
     else:
         chosen = known if name is None else {name: known[name]}
         _show(node.url, card["id"], chosen, needs_key=needs_key, as_json=as_json)
+
+
+# Claude Code's own name for a small model: an alias for it says which one that is.
+_SMALL_NAME = "claude-haiku-4-5"
+
+
+def small_model(node: Node, model: str) -> str:
+    """The model that the node has for small tasks: that of the alias for Claude Code's, or else
+    the second; "" if it has one only."""
+    try:
+        meant = node.get(f"/v1/models/{_SMALL_NAME}").get("parent")
+        if isinstance(meant, str):
+            return meant
+    except (NodeError, AttributeError):
+        pass  # no alias takes this name
+    try:
+        names = [card["id"] for card in node.get("/v1/models")["data"] if not card.get("parent")]
+    except (NodeError, LookupError, TypeError, AttributeError):
+        return ""
+    return next((name for name in map(str, names) if name != model), "")
 
 
 def _needs_key(node: Node) -> bool:
@@ -238,6 +268,8 @@ def _claude_code(node: Connection) -> Client:
         # It says which requests are a sub-agent's, and how long tools took.
         "CLAUDE_CODE_GATEWAY_HINT_HEADERS": "1",
     }
+    if node.small:
+        settings["ANTHROPIC_DEFAULT_HAIKU_MODEL"] = node.small
     if window := node.window_tokens:
         settings["CLAUDE_CODE_MAX_CONTEXT_TOKENS"] = str(window)
         if window >= _LEAST_COMPACT_WINDOW:
@@ -275,7 +307,7 @@ def _opencode(node: Connection) -> Client:
     if window := node.window_tokens:
         model["limit"] = {"context": window, "output": min(32_000, window // 4)}
     key = NO_KEY if node.key is None else f"{{env:{CLIENT_KEY_VARIABLE}}}"
-    document = {
+    document: dict[str, Any] = {
         "$schema": "https://opencode.ai/config.json",
         "model": f"sgl-ext/{node.model}",
         "provider": {
@@ -286,6 +318,9 @@ def _opencode(node: Connection) -> Client:
             }
         },
     }
+    if node.small:
+        document["small_model"] = f"sgl-ext/{node.small}"
+        document["provider"]["sgl-ext"]["models"][node.small] = {}
     path = ".config/opencode/sgl-ext.json"
     start = Start(("opencode",), {"OPENCODE_CONFIG": f"~/{path}"} | _key(node))
     return Client("OpenCode", start, File(path, _json(document), start))
@@ -304,7 +339,9 @@ def _qwen_code(node: Connection) -> Client:
 
 def _aider(node: Connection) -> Client:
     environment = {"OPENAI_API_BASE": f"{node.url}/v1", "OPENAI_API_KEY": node.key or NO_KEY}
-    command = ("aider", "--model", f"openai/{node.model}")
+    command: tuple[str, ...] = ("aider", "--model", f"openai/{node.model}")
+    if node.small:
+        command += ("--weak-model", f"openai/{node.small}")
     if not (window := node.window_tokens):
         return Client("aider", Start(command, environment))
     path = ".aider.sgl-ext.json"

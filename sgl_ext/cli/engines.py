@@ -50,6 +50,9 @@ def restart(
         typer.Argument(metavar="-- FLAG", help="New flags of the engines, after --."),
     ] = None,
     rolling: Annotated[bool, typer.Option("--rolling", help="All engines, one by one.")] = False,
+    model: Annotated[
+        str | None, typer.Option(metavar="NAME", help="With --rolling: this model's engines.")
+    ] = None,
     model_path: Annotated[
         str | None, typer.Option(metavar="PATH", help="Serve this model from now on.")
     ] = None,
@@ -76,7 +79,12 @@ def restart(
     if (engine is None) != rolling:
         raise UsageError("restart: give one ENGINE, or --rolling for all engines")
     node = node_at(url, key)
-    order = {"engine": engine, "model_path": model_path, "engine_args": flags or None}
+    order = {
+        "engine": engine,
+        "model": model,
+        "model_path": model_path,
+        "engine_args": flags or None,
+    }
     operation = node.post(_RESTART, order)
     if wait:
         try:

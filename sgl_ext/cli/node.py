@@ -9,7 +9,7 @@ import os
 from collections.abc import Iterator
 from contextlib import closing, contextmanager
 from typing import Annotated, Any
-from urllib.parse import urlsplit
+from urllib.parse import quote, urlsplit
 
 from typer import Option
 
@@ -57,10 +57,14 @@ class Node:
         """The JSON at a path. Raises NodeError."""
         return self._ask("GET", path, timeout_s=timeout_s)
 
-    def model(self) -> dict[str, Any]:
-        """What it says of its model; `id` is the name. Raises NodeError."""
+    def model(self, name: str | None = None) -> dict[str, Any]:
+        """What it says of the model with this name, or of its first; `id` is the name. Raises
+        NodeError."""
         try:
-            card: dict[str, Any] = self.get("/v1/models")["data"][0]
+            if name is None:
+                card: dict[str, Any] = self.get("/v1/models")["data"][0]
+            else:
+                card = self.get(f"/v1/models/{quote(name)}")
             return {**card, "id": str(card["id"])}
         except (TypeError, LookupError):
             raise NodeError(f"what answers at {self.url} is no node of sgl-ext") from None

@@ -63,6 +63,7 @@ class Engine(Struct):
 
     id: str
     url: str | None = None
+    model: str | None = None
     state: str = "unknown"
     stage: str | None = None
     progress: float | None = None
@@ -152,8 +153,18 @@ class Counts(Struct):
     tenants: int | None = None
 
 
+class ServedModel(Struct):
+    """ready: its engines that take requests, of all its engines."""
+
+    name: str
+    engines: int = 0
+    ready: int = 0
+    waiting: int = 0
+
+
 class State(Struct):
     node: Summary
+    models: list[ServedModel] = []
     version: Version = msgspec.field(default_factory=Version)
     engines: list[Engine] = []
     queue: Queue = msgspec.field(default_factory=Queue)
@@ -223,7 +234,12 @@ def figures(found: State) -> str:
     """Its state and load in a line."""
     node, recent = found.node, found.recent
     parts = [status_line(found)]
-    if node.model:
+    if len(found.models) > 1:
+        parts += [
+            f"model {each.name} ({each.ready} of {each.engines} ready, {each.waiting:,} queued)"
+            for each in found.models
+        ]
+    elif node.model:
         parts.append(f"model {node.model}")
     if node.started_s is not None and node.now_s is not None:
         parts.append(f"up {duration(node.now_s - node.started_s)}")
@@ -249,7 +265,10 @@ def queue_line(found: State) -> str:
 
 def engines_table(engines: list[Engine]) -> Table:
     """A row for each engine."""
-    return table(("engine", *_HEADS), map(engine_row, engines))
+    if len({engine.model for engine in engines}) < 2:
+        return table(("engine", *_HEADS), map(engine_row, engines))
+    rows = (((row := engine_row(each))[0], each.model, *row[1:]) for each in engines)
+    return table(("engine", "model", *_HEADS), rows)
 
 
 def engine_row(engine: Engine) -> tuple[object, ...]:

@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 
+from sgl_ext.cli.clients import Connection, clients_of
 from tests.cli.conftest import Run
 from tests.cli.fake_node import FakeNode, Refused
 
@@ -192,3 +193,27 @@ def test_what_is_no_node_is_said(node: FakeNode, run: Run, models: Any) -> None:
     node.answers["GET /v1/models"] = models
     code, out, err = run("clients")
     assert (code, out, "is no node of sgl-ext" in err) == (1, "", True)
+
+
+def test_clients_get_the_small_model_that_the_node_has(node: FakeNode, run: Run) -> None:
+    cards = [{"id": "large", "parent": None}, {"id": "small", "parent": None}]
+    node.answers["GET /v1/models"] = {"data": cards}
+
+    def variables(*more: str) -> str:
+        return str(run("clients", "claude-code", "--url", node.url, *more)[1])
+
+    assert "ANTHROPIC_DEFAULT_HAIKU_MODEL=small " in variables()
+    node.answers["GET /v1/models/claude-haiku-4-5"] = {"id": "claude-haiku-4-5", "parent": "tiny"}
+    assert "ANTHROPIC_DEFAULT_HAIKU_MODEL=tiny " in variables()
+    assert "ANTHROPIC_DEFAULT_HAIKU_MODEL=own " in variables("--small-model", "own")
+    found = json.loads(run("clients", "--json", "--url", node.url)[1])
+    how = {each["name"]: each["how"] for each in found["clients"]}
+    file = clients_of(Connection(node.url, "large", small="tiny"))["opencode"].file
+    assert file is not None
+    assert json.loads(file.text)["small_model"] == "sgl-ext/tiny"
+    assert "--weak-model openai/tiny" in how["aider"]
+
+
+def test_a_node_of_one_model_sets_no_small_one(node: FakeNode, run: Run) -> None:
+    node.answers["GET /v1/models"] = {"data": [{"id": "large"}]}
+    assert "HAIKU" not in run("clients", "claude-code", "--url", node.url)[1]

@@ -157,7 +157,7 @@ export class View {
     this.engines = new Table(byId("engines"), {
       label: "engines-title", key: ({ id }) => id, empty: "No engine is known yet.",
       columns: [
-        { head: "Engine", isHead: true, kind: "name", show: name(({ id }) => id, engineName) },
+        { head: "Engine", isHead: true, kind: "name", show: name(({ id, model }) => this.models.length > 1 ? `${id} · ${model}` : id, engineName) },
         { head: "State", kind: "state", show: (cell, engine) => stateCell(cell, engine, this.now_s) },
         { head: "Running", kind: "number", show: runningCell },
         { head: "Waiting", kind: "number extra", text: ({ waiting }) => count(waiting) },
@@ -250,7 +250,8 @@ export class View {
     const { node, history, queue, counts, recent } = state;
     this.now_s = node.now_s;
     home = homeOf(state.engines);
-    setText(byId("model"), node.model ?? "");
+    this.models = (state.models ?? []).map(({ name }) => name);
+    setText(byId("model"), this.models.length > 1 ? this.models.join(", ") : node.model ?? "");
     document.title = `${node.model ? `${node.model} – ` : ""}sgl-ext`;
     const status = byId("node");
     status.hidden = false;
