@@ -19,11 +19,12 @@ from typing import IO, Any, cast
 import aiohttp
 from rich.console import Console
 
+from sgl_ext.balancer.reporting.event_log import EventLog
 from sgl_ext.balancer.store.documents import StoreUnusable
 from sgl_ext.node import hardware
 from sgl_ext.node.checks import check_restart, check_start, open_shared_tier
 from sgl_ext.node.child import FLEET, READY, Child, stage_of
-from sgl_ext.node.children import Engine, make_children
+from sgl_ext.node.children import Engine, events_path, make_children
 from sgl_ext.node.control import Control, socket_path
 from sgl_ext.node.failure import reason_of
 from sgl_ext.node.flags import check_given_flags, why_one_start
@@ -52,6 +53,7 @@ _ENGINE_STOP_S = 20.0, 0.0
 _FLEET_STOP_S = 80.0, 20.0
 _HURRIED_STOP_S = 3.0
 _LIST_S = 0.25
+_EVENTS_S = 1.0
 _ROTATE_S = 5.0
 _LAST_LINES = 20
 _SAID = "sgl-ext: "
@@ -127,10 +129,11 @@ async def serve(
     socket = socket_path(Path(settings.log_dir))
     engines, balancer, listed = make_children(settings, found, socket)
     listed.update()
-    keepers = Keepers(say)
+    events = EventLog(events_path(Path(settings.log_dir)))
+    keepers = Keepers(say, events)
     has_served = False
     live = live_settings(settings, read)
-    reloads = Reloads(live, engines, say, say.error)
+    reloads = Reloads(live, engines, say, say.error, events)
     control = Control(socket, engines, _why_no_restarts(settings))
     control.reload = reloads.reload
     on_hangup(partial(asyncio.get_running_loop().call_soon_threadsafe, reloads.begin))
@@ -145,12 +148,14 @@ async def serve(
             return
         console.print(summary(settings, engines, balancer.url))
         has_served = True
+        events.add("started", "node", f"{settings.model_name}, {len(engines)} engines")
         log.info("serving", extra={"url": balancer.url})
         logs = [launcher_log(settings), *(child.log for child in (balancer, *engines))]
         rotate = partial(_rotate, logs, settings.log_limit_bytes, say)
         works: list[tuple[str, Callable[[], Awaitable[None] | None], float]] = [
             ("the list of engines", listed.update, _LIST_S),
             ("the rotation of logs", rotate, _ROTATE_S),
+            ("the log of events", partial(asyncio.to_thread, events.write), _EVENTS_S),
         ]
         # The launcher has no metrics; its log has the reason of a failure.
         own = [engine for engine in engines if isinstance(engine, Engine)]
@@ -163,14 +168,17 @@ async def serve(
         ]
         for child in (balancer, *engines):
             keepers.resume(child)
-        replacement = Replacement(settings, own, listed, keepers, calls, say)
+        replacement = Replacement(settings, own, listed, keepers, calls, say, events=events)
         control.restarts = Restarts(replacement, _check_engine)
         await stop.wait()
+        events.add("stopping", "node")
         for task in tasks:
             task.cancel()
     finally:
         await control.stop()
         keepers.end()
+        with suppress(OSError):
+            await asyncio.to_thread(events.write)
         limits = _ENGINE_STOP_S if found is not None else _FLEET_STOP_S
         await drain(
             live.current.balancer.drain_s, engines, balancer, say, hurry, limits, has_served

@@ -1,8 +1,10 @@
 """The parts of one balancer process: they are built, run in the background, and are closed."""
 
 import asyncio
+import os
 import time
 from collections.abc import Awaitable, Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -27,6 +29,8 @@ from sgl_ext.balancer.relay.reading import HintRules
 from sgl_ext.balancer.relay.services import Services
 from sgl_ext.balancer.reporting.activity import Activity
 from sgl_ext.balancer.reporting.diagnosis import DivergenceDetector, QuickDetector
+from sgl_ext.balancer.reporting.event_log import EventLog
+from sgl_ext.balancer.reporting.event_watch import EventWatch
 from sgl_ext.balancer.reporting.request_log import LineFile, RequestLog, check_file
 from sgl_ext.balancer.reporting.spans import open_export
 from sgl_ext.balancer.reporting.whole_balancer import WholeBalancer
@@ -45,7 +49,8 @@ from sgl_ext.limits.byte_account import ByteAccount
 from sgl_ext.membership.member import Membership
 from sgl_ext.reading.strip import HeaderStrip
 from sgl_ext.settings.reloading import LiveSettings
-from sgl_ext.settings.schema import OFF, BalancerSettings
+from sgl_ext.settings.schema import IN_MEMORY, OFF, BalancerSettings
+from sgl_ext.settings.secrets import read_store
 from sgl_ext.tenants import Tenants
 
 # The latest requests of all processes, if there is no request log.
@@ -196,6 +201,15 @@ class Parts:
         self.services.heartbeats.change(config.first_byte_s, interval_s)
         self.services.resends.change(config.resend_s)
         self._peers = self._make_peers(group, models)
+        path = _events_path(config, folder)
+        events = self.services.events = EventLog(path)
+        self.reloads.add_event = events.add
+        self._watch = EventWatch(events, metrics, self._workers, is_first=number == 0)
+        if path is not None:
+            metrics.run_folder_free_bytes.set_function(
+                partial(_disk_bytes, path.parent, "f_bavail")
+            )
+            metrics.run_folder_bytes.set_function(partial(_disk_bytes, path.parent, "f_blocks"))
 
     def _make_pool(self, name: str) -> ModelPool:
         """What belongs to one model, by the settings in effect."""
@@ -251,6 +265,7 @@ class Parts:
             ("shared_keys", self._compare_keys),
             ("engine_settings", self._sender.send),
             ("request_log", self._request_log.write),
+            ("events", partial(asyncio.to_thread, self.services.events.write)),
             ("snapshots", self._write_snapshots),
         ]
 
@@ -266,6 +281,7 @@ class Parts:
             ("engine_secret", self.services.reload_secret),
             ("settings", self.reloads.refresh),
             ("workers", self._sweep_workers),
+            ("event_watch", self._watch.look),
             ("subscriptions", self._subscribers.sync),
             ("prefixes", self._sweep_prefixes),
             ("readiness", self._readiness.note),
@@ -285,6 +301,8 @@ class Parts:
         await self._session.close()
         await self._launcher.close()
         await self._request_log.close()
+        with suppress(OSError):
+            await asyncio.to_thread(self.services.events.write)
         if self.services.span_export is not None:
             await self.services.span_export.close()
         await self._limits.usage.sync()
@@ -363,6 +381,25 @@ def _label(tenants: Tenants, key_file: KeyFileReloader | None, tenant: str) -> s
     if not in_keys and not tenants.weights:
         return None
     return tenant if tenant in in_keys or tenant in tenants.weights else "other"
+
+
+def _events_path(config: BalancerSettings, folder: Path | None) -> Path | None:
+    """The file of events: the launcher's, or else one beside the store, or else one in the folder
+    of this balancer's processes. None: only this process has them."""
+    if config.event_log is not None:
+        return Path(config.event_log)
+    if config.store not in (None, IN_MEMORY) and not read_store(config.store).is_shared:
+        return Path(read_store(config.store).url).with_name("events.jsonl")
+    return None if folder is None else folder / "events.jsonl"
+
+
+def _disk_bytes(folder: Path, blocks: str) -> float:
+    """Bytes of the disk of a folder: those that are free, or all; NaN if that is not known."""
+    try:
+        found = os.statvfs(folder)
+    except OSError:
+        return float("nan")
+    return float(getattr(found, blocks) * found.f_frsize)
 
 
 def _open_log(config: BalancerSettings, metrics: Metrics) -> LineFile | None:

@@ -14,6 +14,7 @@ from typer.core import CompletionItem, TyperCommand  # type: ignore[attr-defined
 from sgl_ext.cli import bench, chat, config, engines, pins, prompts, run_folder, status, top
 from sgl_ext.cli.clients import clients
 from sgl_ext.cli.contexts import app as contexts
+from sgl_ext.cli.events import events
 from sgl_ext.cli.node import NodeError, UsageError
 from sgl_ext.cli.requests import requests
 from sgl_ext.cli.show import console, plain, warn
@@ -172,7 +173,7 @@ _PREPARE = "Prepare"
 _VERBS: dict[str, list[Callable[..., None]]] = {
     _START: [serve],
     _LOOK: [
-        *(status.status, top.top, chat.models, chat.chat, run_folder.logs),
+        *(status.status, top.top, events, chat.models, chat.chat, run_folder.logs),
         *(requests, usage, prompts.explain, prompts.doctor, clients, bench.bench),
     ],
     _CHANGE: [

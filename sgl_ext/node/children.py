@@ -62,6 +62,13 @@ def served_model(settings: LaunchSettings) -> str:
 
 
 _STORE, _REQUEST_LOG = "store.sqlite", "requests.jsonl"
+
+
+def events_path(logs: Path) -> Path:
+    """The file of the node's events."""
+    return logs / "events.jsonl"
+
+
 _ENGINES = "engines.json"
 # systemd sets it to the unit's StateDirectory, or several.
 _STATE_FOLDERS = "STATE_DIRECTORY"
@@ -157,6 +164,7 @@ def make_children(
         workers_from=(source, *balancer.workers_from),
         launcher_socket=socket and str(socket),
         changed_settings=str(changes_path(logs)),
+        event_log=str(events_path(logs)),
     )
     command = [sys.executable, "-m", "sgl_ext.balancer.serve"]
     started = _child("balancer", command, balancer.to_environment(), logs, base_url(balancer))

@@ -13,6 +13,7 @@ from typing import Any
 import aiohttp
 
 from scheduler.silence import RESTART_S
+from sgl_ext.balancer.reporting.event_log import EventLog
 from sgl_ext.node.child import Child
 from sgl_ext.node.children import EngineList
 from sgl_ext.node.failure import cause_of, reason_of
@@ -33,16 +34,20 @@ HUNG_LOOK_S = 5.0
 class Keepers:
     """A task for each child, from `resume` to `pause`. Both may be called again."""
 
-    def __init__(self, say: Callable[[str], None]) -> None:
-        """say: tells the operator."""
+    def __init__(self, say: Callable[[str], None], events: EventLog | None = None) -> None:
+        """say: tells the operator. events: those of the node."""
         self._say = say
+        self._events = events or EventLog()
         self._tasks: dict[Child, asyncio.Task[None]] = {}
 
     def resume(self, child: Child) -> None:
         """Keeps a child from now on."""
         if child not in self._tasks:
             # The launcher has no metrics; its log has the reason of a failure.
-            name, keep = f"the restart of {child.name}", partial(keep_running, child, self._say)
+            name, keep = (
+                f"the restart of {child.name}",
+                partial(keep_running, child, self._say, self._events),
+            )
             self._tasks[child] = asyncio.create_task(
                 supervise(name, lambda task: None, keep, _RETRY_S)
             )
@@ -58,7 +63,9 @@ class Keepers:
             self.pause(child)
 
 
-async def keep_running(child: Child, say: Callable[[str], None]) -> None:
+async def keep_running(
+    child: Child, say: Callable[[str], None], events: EventLog | None = None
+) -> None:
     """Restarts a child whenever it ends, after a delay that grows if it ends soon again."""
     shortest, longest = _BACKOFF_S
     backoff = shortest
@@ -66,12 +73,17 @@ async def keep_running(child: Child, say: Callable[[str], None]) -> None:
         started = time.monotonic()
         code = await child.wait()
         backoff = shortest if time.monotonic() - started > longest else backoff
-        child.crashed(cause_of(child), time.time())
+        cause = cause_of(child)
+        child.crashed(cause, time.time())
+        if events is not None:
+            events.add("crashed", child.name, f"{cause}; it restarts in {backoff:g} s")
         what = f"{child.name} ended with exit code {code} and restarts in {backoff:g} s"
         say(f"{what}:\n{reason_of(child)}")
         await asyncio.sleep(backoff)
         backoff = min(backoff * 2, longest)
         await child.start()
+        if events is not None:
+            events.add("restarted", child.name, f"after {cause}")
 
 
 class EngineCalls:

@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+from sgl_ext.balancer.reporting.event_log import EventLog
 from sgl_ext.node.child import FLEET, Child
 from sgl_ext.settings.reloading import LiveSettings, NothingToRead, in_words
 from sgl_ext.settings.schema import LaunchSettings, SettingsError
@@ -38,11 +39,13 @@ class Reloads:
         engines: Sequence[Child],
         say: Callable[[str], None],
         refuse: Callable[[str], None],
+        events: EventLog | None = None,
     ) -> None:
         self._live = live
         self._engines = engines
         self._say = say
         self._refuse = refuse
+        self._events = events or EventLog()
         self._lock = asyncio.Lock()
         self._tasks: set[asyncio.Task[None]] = set()
 
@@ -58,6 +61,7 @@ class Reloads:
                 raise
             except SettingsError as error:
                 self._refuse(f"reload: {error}; nothing was changed")
+                self._events.add("reload refused", "node", str(error))
                 raise
         settings = self._live.current
         for child in self._engines:
@@ -65,6 +69,7 @@ class Reloads:
             child.change_environment(own.to_environment())
         document = found.as_json()
         self._say(f"reload: {in_words(document)}")
+        self._events.add("reloaded", "node", in_words(document))
         return document
 
     def begin(self) -> None:

@@ -28,6 +28,7 @@ from typing import Any, NamedTuple
 import msgspec
 from msgspec.structs import replace
 
+from sgl_ext.balancer.reporting.event_log import EventLog
 from sgl_ext.node.child import stage_of
 from sgl_ext.node.children import Engine, EngineList, served_model
 from sgl_ext.node.failure import reason_of
@@ -213,6 +214,7 @@ class Replacement:
     say: Callable[[str], None]
     clock: Callable[[], float] = time.monotonic
     pause: Callable[[float], Awaitable[None]] = asyncio.sleep
+    events: EventLog = field(default_factory=EventLog)
 
     async def renew(
         self, engine: Engine, settings: LaunchSettings, step: Step, *, is_held: bool = False
@@ -390,7 +392,9 @@ class Restarts:
         self._count += 1
         steps = [Step(engine.name) for engine, _ in plan.all]
         self.last = Restart(f"restart-{self._count}", steps)
-        self.replacement.say(f"{self.last.id}: {_in_words(order, plan)}")
+        words = _in_words(order, plan)
+        self.replacement.say(f"{self.last.id}: {words}")
+        self.replacement.events.add("restart", self.last.id, words)
         self._task = asyncio.create_task(self._run(self.last, plan))
         return self.last
 
@@ -423,6 +427,8 @@ class Restarts:
         for engine, _ in plan.all:
             self.replacement.release(engine)
         restart.state = "failed" if restart.error else "done"
+        kind = "restart failed" if restart.error else "restart"
+        self.replacement.events.add(kind, restart.id, restart.error or "done")
         self.replacement.say(f"{restart.id}: {restart.error or 'done'}")
 
     async def _roll(self, plan: Plan, steps: dict[str, Step]) -> None:

@@ -417,6 +417,8 @@ class BalancerSettings(RequestSettings, frozen=True, kw_only=True):
     workers: Annotated[tuple[WorkerUrl, ...], "An engine to send requests to; repeat."] = ()
     # The launcher's socket, which it names itself.
     launcher_socket: str | None = None
+    # The file of the node's events, which the launcher names itself.
+    event_log: str | None = None
     # The file with what was changed since the launcher's start, which it names itself.
     changed_settings: str | None = None
 

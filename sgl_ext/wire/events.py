@@ -45,7 +45,7 @@ class EngineLoad(TypedDict, total=False):
     pending_tokens: of prompts still to prefill. max_running: how many requests can run at once.
     context_tokens: the longest prompt and answer together. prefill_tokens, prefill_ms: what was
     computed since the start, and how long it took. host_capacity_tokens: of an engine with a host
-    tier.
+    tier. pins_refused: marks that got no pin, since the start.
     """
 
     running: _Count
@@ -59,6 +59,7 @@ class EngineLoad(TypedDict, total=False):
     prefill_tokens: _Count
     prefill_ms: _Count
     host_capacity_tokens: _Count
+    pins_refused: _Count
 
 
 StoredRow = tuple[str, str | None, int] | list[Any]

@@ -312,7 +312,8 @@ class States:
     async def _make(self) -> bytes:
         await asyncio.to_thread(versions)  # which may run git, the first time
         children = await self._services.launcher.children()
-        return orjson.dumps(document(self._services, children, time.time()))
+        events = await asyncio.to_thread(self._services.events.latest)
+        return orjson.dumps({"events": events} | document(self._services, children, time.time()))
 
 
 def _sessions(

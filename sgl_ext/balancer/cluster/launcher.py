@@ -92,8 +92,13 @@ class Launcher:
 log = logging.getLogger(__name__)
 
 
+def _ignored(kind: str, subject: str, text: str) -> None:
+    """Where there are no events."""
+
+
 class Reloads:
-    """apply: makes the parts of this process use settings."""
+    """add_event: adds an event of this kind, about this subject, with this text.
+    apply: makes the parts of this process use settings."""
 
     def __init__(
         self,
@@ -110,6 +115,7 @@ class Reloads:
         self._applied = live.version.number
         self._reloads = metrics.settings_reloads
         self._failures = metrics.settings_reload_failures
+        self.add_event: Callable[[str, str, str], object] = _ignored
 
     async def reload(self) -> dict[str, Any]:
         """Reads the settings again, applies what can change, and tells what does and what does not.
@@ -120,12 +126,16 @@ class Reloads:
             document = await self._read()
         except (SettingsError, LauncherUnreachable) as error:
             log.error("reload: %s; nothing was changed", error)
+            if not self._launcher.is_there:  # which adds its own
+                self.add_event("reload refused", "balancer", str(error))
             if not isinstance(error, NothingToRead):
                 self._failures.inc()
             raise
         self.refresh()
         await self._sender.send()
         log.info("reload: %s", in_words(document))
+        if not self._launcher.is_there:
+            self.add_event("reloaded", "balancer", in_words(document))
         return {**document, "engines": self._sender.rows()}
 
     async def _read(self) -> dict[str, Any]:

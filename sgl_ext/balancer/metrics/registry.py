@@ -366,6 +366,12 @@ class Metrics(Page):
             "tls_certificate_expiry_timestamp_seconds",
             "When the certificate of tls-cert ends, as a Unix time; 0 without TLS.",
         )
+        self.run_folder_free_bytes = gauge(
+            "run_folder_free_bytes", "Free bytes of the disk with the node's run folder."
+        )
+        self.run_folder_bytes = gauge(
+            "run_folder_bytes", "Bytes of the disk with the node's run folder."
+        )
         self.background_failures = counter("background_failures{task}", supervision.HELP)
 
     def background_failed(self, task: str) -> None:

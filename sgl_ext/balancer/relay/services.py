@@ -21,6 +21,7 @@ from sgl_ext.balancer.relay.resends import MOST_LEFT, Resends
 from sgl_ext.balancer.reporting.activity import Activity, HitRates
 from sgl_ext.balancer.reporting.cache_turns import CacheTurns
 from sgl_ext.balancer.reporting.diagnosis import remembering
+from sgl_ext.balancer.reporting.event_log import EventLog
 from sgl_ext.balancer.reporting.request_log import RequestLog, SampledLog
 from sgl_ext.balancer.reporting.spans import SpanExport
 from sgl_ext.balancer.reporting.whole_balancer import WholeBalancer
@@ -52,6 +53,7 @@ class Services:
     span_export: exports the spans of requests; None if there is no collector.
     make_control: makes the connections to the control plane, which is in this process.
     draining: new requests are rejected.
+    events: what happened on the node.
     """
 
     metrics: Metrics
@@ -74,6 +76,7 @@ class Services:
     def __post_init__(self) -> None:
         failed = self.metrics.background_failed
         self.draining = False
+        self.events = EventLog()
         self.workers = self.models.workers
         self.tenants = self.models.default.router.tenants
         self.connections = EngineConnections(self.secret.line)

@@ -165,6 +165,16 @@ export class View {
         { head: "Hit rate", kind: "meter share", show: (cell, { hit_rate: share }) => shareCell(cell, share) },
       ],
     });
+    this.events = new Table(byId("events"), {
+      label: "events-title", empty: "Nothing has happened yet.",
+      key: ({ time_s: time, kind, subject, text }) => [time, kind, subject, text].join("\n"),
+      columns: [
+        { head: "When", kind: "when", show: (cell, { time_s: at }) => whenCell(cell, at, this.now_s) },
+        { head: "Event", isHead: true, show: eventCell },
+        { head: "Of", kind: "name", show: name(({ subject }) => subject, engineName) },
+        { head: "What", kind: "text", text: ({ text, times }) => text + (times > 1 ? ` (${count(times)} times)` : "") },
+      ],
+    });
     this.programs = new Table(byId("programs"), {
       label: "programs-title", key: ({ tenant, session }) => `${tenant}\n${session}`,
       empty: "No coding agent that names its session sent a request in the last hour.",
@@ -271,6 +281,8 @@ export class View {
     setText(byId("now-uptime"), `ready; up ${span(node.now_s - node.started_s)}`);
     for (const chart of charts) chart.show(history);
     this.engines.show(state.engines, state.engines.length);
+    const events = [...state.events].reverse();
+    this.events.show(events, events.length);
     this.programs.show(state.programs, counts.programs);
     if (!this.search.isOn) this.sessions.show(state.sessions, counts.sessions, "No session sent a request in the last hour.");
     this.search.tick();
@@ -311,6 +323,17 @@ function errorsCell(cell, { errors }) {
   if (!cell.firstChild) cell.append(element("span"));
   cell.firstChild.className = errors ? "bad" : "";
   setText(cell.firstChild, count(errors));
+}
+
+function whenCell(cell, atS, nowS) {
+  setText(cell, ago(nowS - atS));
+  cell.title = clock(atS);
+}
+
+function eventCell(cell, { kind, level }) {
+  if (!cell.firstChild) cell.append(element("span", { class: "pill" }));
+  cell.firstChild.dataset.level = level;
+  setText(cell.firstChild, kind);
 }
 
 function whereCell(cell, { where, harness, model }) {

@@ -140,6 +140,7 @@ class PinKeeper:
         self.pins = pins
         self.memory = PinMemory(cache)
         self.cannot_spill = ""
+        self.rejected = 0
         self.now_s = 0.0
         self.changed: dict[str, Pin | None] = {}
         self._cache = cache
@@ -216,7 +217,7 @@ class PinKeeper:
             # A model that also caches states may be able to use less than what is in the tree.
             tokens, node = self._cache.match_until(req, tokens)
             if not tokens:
-                self._count("pins_rejected", "nothing to lock")
+                self._reject("nothing to lock")
                 return
         named: dict[str, Any] = {"owner": hints.owner, "session": hints.session}
         named |= {"priority": hints.priority, "tokens": tokens}
@@ -233,7 +234,7 @@ class PinKeeper:
         elif pin is not None:
             pin.label.is_shared |= pin.session != hints.session
         if pin is None:
-            self._count("pins_rejected", reason)
+            self._reject(reason)
             return
         self._count("pins_granted" if granted.is_new else "pins_renewed")
         self._note(pin.prefix, pin)
@@ -332,6 +333,11 @@ class PinKeeper:
         compare("pin %s: %s", prefix, "ended" if pin is None else pin.label.tier)
         if self._is_entry_rank:
             self.changed[prefix] = pin
+
+    def _reject(self, reason: str) -> None:
+        """A mark gets no pin."""
+        self.rejected += 1
+        self._count("pins_rejected", reason)
 
     def _count_refused(self, reasons: list[str]) -> None:
         """Counts pins that could not spill, where SGLang keeps host copies."""
