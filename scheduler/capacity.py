@@ -24,9 +24,12 @@ above its own less the threshold. A worker has capacity for a request if
        the engine need not wait for a round trip and a tokenization whenever one ends
     2. the rivals' tokens, each tenant's within its part, and its own fit the engine's memory, or
        it has no rivals
-    3. the engine queues no more than those few and what was sent beyond its capacity, or the
-       request could preempt another one there: then it is sent in any case, because only the
-       engine knows if preempting pays
+    3. the engine queues no more than those few, what was sent beyond its capacity and what lists
+       of other tenants may have there, or the request could preempt another one there: then it is
+       sent in any case, because only the engine knows if preempting pays
+
+A request with a list of prompts is one in flight, and as many in the engine's queue. There tenants
+take turns. So a list that fills the queue keeps its own tenant waiting, and no other one.
 
 A size beyond an engine's whole memory counts as 0. Either the engine will reject the prompt at
 once, or the size is wrong: images are counted by their bytes.
@@ -38,6 +41,8 @@ as many again: they can run nowhere else as cheaply. In the worker's own queue t
 first, and so they go before a prompt that was sent ahead. If they came after it, computing it could
 evict theirs.
 """
+
+from collections import Counter
 
 # One request is sent ahead for each so many that can run at once.
 _AHEAD = 8
@@ -65,9 +70,10 @@ class Capacity:
         self.context = min(tokens, context or tokens)
         self.limit = max_running + self._ahead
 
-    def queues(self, here: "InFlight") -> bool:
-        """Whether more requests are queued there than were sent ahead or beyond its capacity."""
-        return self._queued - here.beyond > self._ahead
+    def queues(self, here: "InFlight", tenant: str = "") -> bool:
+        """Whether more requests are queued there than were sent ahead or beyond its capacity, or
+        than lists of other tenants have."""
+        return self._queued - here.beyond - here.listed_by_others(tenant) > self._ahead
 
     def counted(self, tokens: int) -> int:
         """The tokens that a request counts with: 0 if they exceed the whole memory."""
@@ -90,17 +96,25 @@ class InFlight:
         self.tokens = 0
         # Requests and their tokens.
         self._by_kind: dict[tuple[int, str], tuple[int, int]] = {}
+        # The prompts of each tenant's lists, but for the first of each.
+        self._listed: Counter[str] = Counter()
 
-    def add(self, priority: int, tokens: int, tenant: str = "") -> None:
-        """Counts a request that was sent."""
+    def add(self, priority: int, tokens: int, tenant: str = "", prompts: int = 1) -> None:
+        """Counts a request that was sent, with so many prompts."""
+        if prompts > 1:
+            self._listed[tenant] += prompts - 1
         self.requests += 1
         self.tokens += tokens
         kind = priority, tenant
         count, before = self._by_kind.get(kind, _NONE)
         self._by_kind[kind] = count + 1, before + tokens
 
-    def remove(self, priority: int, tokens: int, tenant: str = "") -> None:
+    def remove(self, priority: int, tokens: int, tenant: str = "", prompts: int = 1) -> None:
         """Removes a request that was added with the same arguments."""
+        if prompts > 1:
+            self._listed[tenant] -= prompts - 1
+            if not self._listed[tenant]:
+                del self._listed[tenant]
         self.requests -= 1
         self.tokens -= tokens
         kind = priority, tenant
@@ -109,6 +123,12 @@ class InFlight:
             self._by_kind[kind] = count - 1, before - tokens
         else:
             del self._by_kind[kind]
+
+    def listed_by_others(self, tenant: str) -> int:
+        """How many prompts the lists of other tenants have, but for the first of each."""
+        if not self._listed:
+            return 0
+        return self._listed.total() - self._listed[tenant]
 
     def tenants(self) -> set[str]:
         """Those with requests in flight."""
@@ -146,7 +166,7 @@ def has_capacity(
     own = capacity.counted(tokens)
     # Usually everything fits, and rivals need not be counted.
     all_fit = own + here.tokens + their_tokens <= capacity.tokens
-    queues = capacity.queues(here)
+    queues = capacity.queues(here, tenant)
     if all_fit and here.requests + others < capacity.limit and not queues:
         return True
     rivals, by_tenant = here.above(priority - threshold)

@@ -4,7 +4,7 @@
 
 runs them as they are, with each forward pass five times slower, and on one core beside a busy loop,
 five times each, and prints every test that failed at least once. It is for before a release.
-`python -m tests.speeds --times 1 tests/engine/scheduler` runs less.
+`python -m tests.speeds --times 1 tests/engine/scheduler tests/node` runs less, each path by itself.
 """
 
 from __future__ import annotations
@@ -15,9 +15,10 @@ import subprocess
 import sys
 import tempfile
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from itertools import product
 from pathlib import Path
 from xml.etree import ElementTree
 
@@ -56,16 +57,25 @@ def main() -> int:
     parser.add_argument("paths", nargs="*", default=["tests"])
     options = parser.parse_args()
     failures: Counter[tuple[str, str]] = Counter()
-    for name in options.speed or SPEEDS:
-        for number in range(options.times):
-            ran, failed = run(SPEEDS[name], options.paths)
-            print(f"{name}, {number + 1}: {ran} ran, {len(failed)} failed", flush=True)
+    names = options.speed or list(SPEEDS)
+    for name in names:
+        for number, path in product(range(options.times), options.paths):
+            ran, failed = run(SPEEDS[name], [path])
+            print(f"{path}, {name}, {number + 1}: {ran} ran, {len(failed)} failed", flush=True)
             failures.update((name, test) for test in failed)
-    for (name, test), times in sorted(failures.items()):
-        print(f"{test} failed {times} of {options.times} times: {name}")
-    if not failures:
-        print("every test passed each time")
+    print(table(failures, names, options.times))
     return 1 if failures else 0
+
+
+def table(failures: Mapping[tuple[str, str], int], names: Sequence[str], times: int) -> str:
+    """Every test that failed at least once, and how often at each speed."""
+    if not failures:
+        return f"every test passed each of {times} times: {', '.join(names)}"
+    lines = [f"| failed of {times} times | {' | '.join(names)} |", "|---" * (len(names) + 1) + "|"]
+    for test in sorted({test for _, test in failures}):
+        counts = [str(failures.get((name, test), 0)) for name in names]
+        lines.append(f"| {test} | {' | '.join(counts)} |")
+    return "\n".join(lines)
 
 
 def run(speed: Speed, paths: Sequence[str]) -> tuple[int, list[str]]:

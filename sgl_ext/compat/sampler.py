@@ -4,7 +4,8 @@ SGLang searches for `stop_regex` at every token, in the scheduler's thread and w
 There a pattern can take minutes, in which no request of the engine goes on.
 
 A grammar in which nothing can be written allows no token, nor does one at its end together with
-`min_new_tokens`. Then no probability is a number, and the sampler's failure ends the scheduler.
+`min_new_tokens`. Then no probability is a number, and the sampler's failure ends the scheduler. The
+first is refused when it is compiled; of the second only its own request fails.
 
 SGLang keeps every grammar that it has compiled, some with tens of megabytes.
 
@@ -16,9 +17,11 @@ SGLang keeps every grammar that it has compiled, some with tens of megabytes.
     ends with a version that bounds all three
 """
 
+from collections.abc import Callable
 from types import ModuleType
 from typing import Any
 
+from sgl_ext.engine import sglang_api
 from sgl_ext.engine.fields.patterns import LinearRegex
 from sgl_ext.engine.sglang_types import GrammarBackend, SamplingBatchInfo
 
@@ -47,6 +50,29 @@ def allow_some_token(_: None, sampling: SamplingBatchInfo, logits: Any, *__: Any
     if sampling.grammars:
         is_none = logits.amax(dim=-1, keepdim=True) == float("-inf")
         logits.masked_fill_(is_none, 0.0)
+
+
+def refuse_empty_grammars(
+    inner: Callable[..., Any], backend: GrammarBackend, *args: Any, **kw: Any
+) -> Any:
+    """Around `BaseGrammarBackend._init_value_dispatch`: a grammar in which nothing can be written
+    counts as one that cannot be compiled, so that its client is told the field.
+
+    This runs in the thread that compiles. What cannot be written further on is not looked for.
+    """
+    import torch
+
+    grammar = inner(backend, *args, **kw)
+    if grammar is None or isinstance(grammar, sglang_api.InvalidGrammarObject):
+        return grammar
+    vocab_size = getattr(grammar, "vocab_size", None)
+    if vocab_size is None:
+        return grammar
+    allowed = grammar.allocate_vocab_mask(vocab_size, 1, "cpu")
+    if allowed.dtype is not torch.int32:  # a bit a token; others have other masks
+        return grammar
+    grammar.fill_vocab_mask(allowed, 0)
+    return grammar if allowed.any() else sglang_api.InvalidGrammarObject("nothing can be written")
 
 
 def forget_grammars(_: None, backend: GrammarBackend, *__: Any) -> None:

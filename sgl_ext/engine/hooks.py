@@ -397,6 +397,9 @@ _SCHEDULER_SEAMS: dict[str, Seam] = {
     f"{_SAMPLING}._apply_post_grammar_logits_transforms": Seam(
         "AFTER", (after(SAMPLER, sampler.allow_some_token),)
     ),
+    f"{_GRAMMARS}.BaseGrammarBackend._init_value_dispatch": Seam(
+        "AROUND", (around(SAMPLER, sampler.refuse_empty_grammars),)
+    ),
     f"{_GRAMMARS}.BaseGrammarBackend.set_cache": Seam(
         "AFTER", (after(SAMPLER, sampler.forget_grammars),)
     ),

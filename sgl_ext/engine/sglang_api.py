@@ -64,6 +64,7 @@ HTTP_PROCESS = (
     f"{_MANAGERS}.kv_hints:decode_kv_hints_envelope",
 )
 SCHEDULER_PROCESS = (
+    "sglang.srt.constrained.base_grammar_backend:InvalidGrammarObject",
     f"{_MANAGERS}.io_struct:AbortReq",
     f"{_MANAGERS}.schedule_policy:AddReqResult",
     f"{_MANAGERS}.schedule_policy:CLIP_MAX_NEW_TOKENS",

@@ -87,6 +87,27 @@ def test_another_tenant_s_claims_leave_a_tenant_its_part() -> None:
     assert not fits(335, "ben")
 
 
+def test_a_list_of_prompts_keeps_its_own_tenant_waiting_and_no_other() -> None:
+    here = InFlight()
+    here.add(0, 100, "ann", prompts=64)
+
+    def has_room(queued: int, tenant: str) -> bool:
+        return has_capacity(
+            Capacity(1000, 16, queued=queued), here, 0, 10, THRESHOLD, tenant=tenant
+        )
+
+    assert has_room(2, "ann")
+    assert not has_room(48, "ann")
+    assert has_room(48, "ben")
+    assert not has_room(66, "ben"), "others queue, too"
+    here.add(0, 100, "ben", prompts=9)
+    assert not has_room(66, "ben")
+    assert has_room(66, "cat")
+    here.remove(0, 100, "ben", prompts=9)
+    here.remove(0, 100, "ann", prompts=64)
+    assert not has_room(3, "cat")
+
+
 def test_an_answer_cannot_be_longer_than_the_context_leaves() -> None:
     capacity = Capacity(100_000, 8, context=32_000)
     assert capacity.needed(prompt=2_000, uncached=500, output=262_000) == 30_500

@@ -419,6 +419,7 @@ class Router:
             runs=not warms,
             warms=warms,
             name=name,
+            prompts=prompt.prompts,
         )
 
     def place(

@@ -22,6 +22,7 @@ class Prompt(msgspec.Struct, frozen=True, gc=False):
     """session: of `session_key`. stated: of `stated_name`.
     prefix: breaks ties; equal for requests that share a beginning.
     size_bytes: of the canonical text; of the body for a batch, or if there is no such text.
+    prompts: how many it has.
     """
 
     chain: Chain
@@ -30,6 +31,7 @@ class Prompt(msgspec.Struct, frozen=True, gc=False):
     size_bytes: int
     importance: Importance
     stated: str = ""
+    prompts: int = 1
 
 
 def read_prompt(
@@ -50,10 +52,12 @@ def read_prompt(
     document = with_sorted_tools(body) if sort_tools else body
     salt = salt_of(headers)
     chain = read_chain(protocol, document, salt=salt)
+    batch: tuple[Chain, ...] = ()
     if chain.hashes:
         size_bytes = chain.ends[-1]
     else:  # a batch computes all of its prompts, and goes where most of the longest is
-        chain = longest_of(read_batch(protocol, document, salt=salt))
+        batch = read_batch(protocol, document, salt=salt)
+        chain = longest_of(batch)
     session = session_key(headers, body, chain)
     return Prompt(
         chain,
@@ -63,6 +67,7 @@ def read_prompt(
         # Malformed hints are left to the engine, which rejects them.
         read_importance(headers, body, ceiling, defaults),
         stated_name(headers, body),
+        max(len(batch), 1),
     )
 
 
@@ -75,6 +80,7 @@ class RoutingRequest(msgspec.Struct, frozen=True, gc=False):
     warms: whether it is prefilled ahead, when the engine is idle: it is no load, and no request
         waits for its prefix.
     only: the URLs of the engines that it may go to; None: any.
+    prompts: how many it has: the engine runs each as a request of its own.
     """
 
     chain: Chain
@@ -89,6 +95,7 @@ class RoutingRequest(msgspec.Struct, frozen=True, gc=False):
     warms: bool = False
     only: frozenset[str] | None = None
     name: str = ""
+    prompts: int = 1
 
     @property
     def agent(self) -> int | None:

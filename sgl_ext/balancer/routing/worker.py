@@ -317,7 +317,7 @@ class Worker:
         tokens = uncached_tokens + routing.output_tokens
         if capacity is not None:
             tokens = capacity.needed(routing.prompt_tokens, uncached_tokens, routing.output_tokens)
-        self.running.add(routing.priority, tokens, routing.tenant)
+        self.running.add(routing.priority, tokens, routing.tenant, routing.prompts)
         return tokens
 
     def leave(self, attempt: Attempt, tokens: int) -> None:
@@ -327,7 +327,8 @@ class Worker:
         if attempt.is_beyond:
             self.running.beyond -= 1
         elif attempt.routing.runs:
-            self.running.remove(attempt.routing.priority, tokens, attempt.routing.tenant)
+            routing = attempt.routing
+            self.running.remove(routing.priority, tokens, routing.tenant, routing.prompts)
 
     def begins_prefill(self, tokens: int, now_s: float) -> None:
         """It has so many tokens more to compute."""

@@ -6,6 +6,7 @@ import asyncio
 import os
 import subprocess
 import sys
+import threading
 from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
@@ -27,6 +28,7 @@ from sgl_ext.settings.sources import balancer_settings
 from tests.balancer.conftest import Engine, Start
 from tests.balancer.test_routing import until
 from tests.otlp_collector import Collector, collecting, values
+from tests.waiting import HANG_S
 
 CHAT, MESSAGES = "/v1/chat/completions", "/v1/messages"
 SECRET = "a word of the prompt"
@@ -38,6 +40,15 @@ USAGE = {
     "total_tokens": 57,
     "prompt_tokens_details": {"cached_tokens": 40},
 }
+
+
+@pytest.fixture(autouse=True)
+def threads() -> Iterator[None]:
+    """Waits for the exporters of a test, which would log in the next one."""
+    yield
+    for thread in threading.enumerate():
+        if thread.name == "spans":
+            thread.join(HANG_S)
 
 
 @pytest.fixture
@@ -189,7 +200,7 @@ async def test_a_collector_that_hangs_delays_no_request(
     collector.gate.clear()
     client = await started(start, collector, Engine("a"))
     assert (await client.post(CHAT, json=SAID)).status == 200
-    assert await asyncio.to_thread(collector.is_asked.wait, 60)
+    assert await asyncio.to_thread(collector.is_asked.wait, HANG_S)
     for _ in range(4):  # 20 spans, of which 10 fit
         assert (await client.post(CHAT, json=SAID)).status == 200
     page = await (await client.get("/metrics")).text()

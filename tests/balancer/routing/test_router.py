@@ -14,6 +14,7 @@ from sgl_ext.balancer.metrics.registry import Metrics
 from sgl_ext.balancer.routing.router import Router, explain
 from sgl_ext.balancer.routing.routing_request import RoutingRequest
 from sgl_ext.balancer.routing.worker import Attempt, Worker
+from sgl_ext.wire.headers import TENANT_HEADER
 from tests.balancer.workers import workers_at
 
 A, B = "http://a", "http://b"
@@ -119,6 +120,23 @@ def test_new_sessions_of_one_harness_spread_as_they_add_up(setting: Setting) -> 
         setting.confirm(attempt)
         used.add(attempt.worker.url)
     assert used == {A, B}
+
+
+def test_a_list_of_prompts_keeps_no_other_tenant_in_the_queue() -> None:
+    setting = Setting([A])
+    (worker,) = setting.workers.all
+    read = setting.router.read
+    ann, ben = ({TENANT_HEADER: name} for name in ("ann", "ben"))
+    many = read("/v1/completions", ann, {"prompt": [f"prompt {n}" for n in range(64)]}, 900)
+    assert many.prompts == 64
+    listed = setting.place(many)
+    load = {"capacity_tokens": 10_000, "max_running": 16, "queued": 48}
+    worker.apply_load(load, setting.clock())
+    small = {"prompt": "Hi"}
+    assert setting.router.place(read("/v1/completions", ann, small, 20), set()) is None
+    assert setting.router.place(read("/v1/completions", ben, small, 20), set()) is not None
+    setting.router.attempts.succeed(listed)
+    assert setting.router.place(read("/v1/completions", ben, small, 20), set()) is None
 
 
 def test_a_dead_worker_is_not_picked_again_by_affinity(setting: Setting) -> None:

@@ -211,19 +211,23 @@ def test_a_pattern_that_backtracks_for_minutes_stops_an_answer_as_any_other(
     assert meta["finish_reason"]["type"] == "stop"
 
 
-@pytest.mark.parametrize(
-    "params",
-    [
-        {"ebnf": "root ::= root"},
-        {"regex": "a", "min_new_tokens": 3},
-    ],
-    ids=["an empty grammar", "a minimum beyond a grammar's end"],
-)
-def test_a_request_that_may_write_no_token_ends_alone(
-    engine: Engine, params: dict[str, Any]
-) -> None:
+def test_a_grammar_in_which_nothing_can_be_written_is_refused_by_name(engine: Engine) -> None:
+    nothing = {"ebnf": "root ::= root"}
+    for (path, body), said in (
+        (native(**nothing), "Failed to compile ebnf grammar: nothing can be written"),
+        (chat(**nothing), "ebnf: no grammar can be made of it: nothing can be written"),
+    ):
+        answer = requests.post(engine.url + path, json=body, timeout=HANG_S)
+        assert answer.status_code == 400
+        assert said in answer.text
+    empty = engine.post(*native(regex="|a"))
+    assert empty["meta_info"]["finish_reason"]["type"] in ("stop", "length")
+    goes_on(engine)
+
+
+def test_a_request_that_may_write_no_token_ends_alone(engine: Engine) -> None:
     sampling = {"max_new_tokens": 4, "temperature": 1, "top_p": 0.5, "min_p": 0.1}
-    body = {"text": "go on", "sampling_params": {**sampling, **params}}
+    body = {"text": "go on", "sampling_params": {**sampling, "regex": "a", "min_new_tokens": 3}}
     answer = requests.post(engine.url + GENERATE, json=body, timeout=HANG_S)
     assert answer.status_code == 500
     assert "accept_token" in answer.text
