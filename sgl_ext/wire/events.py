@@ -34,6 +34,7 @@ LINE_SEGMENTS = 1000
 
 _HEX = re.compile(r"[0-9a-f]*\Z")
 _Count = Annotated[int, msgspec.Meta(ge=0, lt=1 << 40)]
+_Reasons = Annotated[dict[str, _Count], msgspec.Meta(max_length=64)]
 _Share = Annotated[float, msgspec.Meta(gt=0, le=1)]
 # Its digits are checked for a whole line at once, which is faster.
 _Segment = Annotated[str, msgspec.Meta(min_length=32, max_length=32)]
@@ -44,8 +45,10 @@ class EngineLoad(TypedDict, total=False):
 
     pending_tokens: of prompts still to prefill. max_running: how many requests can run at once.
     context_tokens: the longest prompt and answer together. prefill_tokens, prefill_ms: what was
-    computed since the start, and how long it took. host_capacity_tokens: of an engine with a host
-    tier. pins_refused: marks that got no pin, since the start.
+    computed since the start, and how long it took. pin_budget_tokens: how many tokens pins may have
+    together. pins_declined: the marks that got no pin since the start, by the reason.
+    pins_refused: their sum.
+    host_capacity_tokens: of an engine with a host tier.
     """
 
     running: _Count
@@ -53,6 +56,8 @@ class EngineLoad(TypedDict, total=False):
     pending_tokens: _Count
     used_tokens: _Count
     pinned_tokens: _Count
+    pin_budget_tokens: _Count
+    pins_declined: _Reasons
     capacity_tokens: _Count
     max_running: _Count
     context_tokens: _Count

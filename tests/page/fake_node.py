@@ -28,6 +28,8 @@ def load(number: int) -> dict[str, int]:
         "pending_tokens": 9000,
         "used_tokens": 60_000 + 9000 * (number % 9),
         "pinned_tokens": 21_000 + 2500 * (number % 5),
+        "pin_budget_tokens": 60_000,
+        "pins_declined": {"less valuable": 3 + number, "budget": 1},
         "capacity_tokens": CAPACITY,
         "max_running": 64,
     }

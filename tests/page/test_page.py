@@ -69,7 +69,7 @@ async def test_a_busy_node(window: OpenWindow) -> None:
             assert await memory.locator(".pinned").evaluate("it => it.offsetWidth") > 0
             await expect(table(page, "Sessions").locator("tbody tr")).to_have_count(200)
             await expect(page.get_by_text("102 more are not shown.")).to_be_visible()
-            await expect(table(page, "Pins").locator("tbody tr")).to_have_count(64)
+            await expect(page.locator("#pins tbody tr")).to_have_count(64)
             await expect(table(page, "Tenants").locator("tbody tr")).to_have_count(4)
             charts = page.locator("#charts svg")
             await expect(charts).to_have_count(4)
@@ -134,7 +134,7 @@ async def test_it_can_be_read_in_light_and_dark(window: OpenWindow, scheme: str)
         window(node.url, scheme=scheme) as opened,
     ):
         page = opened.page
-        await expect(table(page, "Pins")).to_be_visible()
+        await expect(page.locator("#pins table")).to_be_visible()
         red = await page.evaluate(
             "+getComputedStyle(document.body).backgroundColor.match(/\\d+/)[0]"
         )
@@ -164,7 +164,7 @@ async def test_the_keyboard_deletes_a_pin(window: OpenWindow) -> None:
     one, two = FakeEngine(0, [pin(0), pin(1)]), FakeEngine(1, [pin(0)])
     async with fake_node(one, two) as node, window(node.url) as opened:
         page = opened.page
-        await expect(table(page, "Pins").locator("tbody tr")).to_have_count(3)
+        await expect(page.locator("#pins tbody tr")).to_have_count(3)
         buttons = page.get_by_role("button", name="Delete the pin")
         name = await buttons.first.get_attribute("aria-label")
         for _ in range(10):
@@ -183,7 +183,7 @@ async def test_the_keyboard_deletes_a_pin(window: OpenWindow) -> None:
         await page.keyboard.press("Tab")
         await page.keyboard.press("Enter")
         await expect(page.locator("#message")).to_have_text("The pin was deleted.")
-        await expect(table(page, "Pins").locator("tbody tr")).to_have_count(2)
+        await expect(page.locator("#pins tbody tr")).to_have_count(2)
         assert len(one.deleted + two.deleted) == 1
         await expect(buttons.first).to_be_focused()
         assert not opened.faults
@@ -437,3 +437,17 @@ async def test_at_1280_pixels_no_cell_wraps(window: OpenWindow) -> None:
         await expect(table(page, "Sessions").locator("tbody tr")).to_have_count(7)
         for row in await page.locator("tbody tr:visible").all():
             assert await row.evaluate(WRAPS) == []
+
+
+async def test_the_pin_budget_is_a_bar_with_what_was_declined(window: OpenWindow) -> None:
+    async with fake_node(FakeEngine(0, [pin(0)])) as node, window(node.url, width=390) as opened:
+        page = opened.page
+        row = page.locator("#pin-budgets tbody tr")
+        await expect(row).to_contain_text("21K of 60K")
+        await expect(row).to_contain_text(
+            "3: what is pinned is worth more; 1: the prefix is longer"
+        )
+        await expect(row.get_by_role("img")).to_have_accessible_name(
+            "21K of 60K tokens of the pin budget"
+        )
+        assert not opened.faults

@@ -71,7 +71,11 @@ lines = st.fixed_dictionaries(
         "unpinned": st.lists(names, min_size=1, max_size=3),
         "pinned": st.lists(pins, min_size=1, max_size=2),
         "load": st.fixed_dictionaries(
-            {}, optional=dict.fromkeys(EngineLoad.__annotations__, tokens)
+            {},
+            optional={
+                **dict.fromkeys(EngineLoad.__annotations__, tokens),
+                "pins_declined": st.dictionaries(st.text(max_size=9), tokens, max_size=3),
+            },
         ),
         "load_share": shares,
         "shared_share": shares,

@@ -47,6 +47,7 @@ SHOWN_PINS = SHOWN_FOUND = 200
 SHOWN_TENANTS = 100
 SHOWN_DIVERGENCES = 50
 SHOWN_PRIORITIES = 32
+SHOWN_REASONS = 8
 
 
 def part(services: Services, now_s: float) -> dict[str, Any]:
@@ -145,11 +146,20 @@ def _engine(worker: Worker, child: Mapping[str, Any], hit_rate: float | None) ->
         "waiting": report.get("queued"),
         "in_flight": _in_flight(worker),
         "kv": kv if total else None,
+        "pin_budget_tokens": report.get("pin_budget_tokens"),
+        "pins_declined": _declined(report),
         "hit_rate": hit_rate,
         "restarts": child.get("restarts"),
         "crashes": child.get("crashes"),
         "last_exit": child.get("last_exit"),
     }
+
+
+def _declined(report: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """The marks that got no pin, by the reason, the most first."""
+    counted = report.get("pins_declined", {})
+    rows = sorted(counted.items(), key=lambda item: (-item[1], item[0]))[:SHOWN_REASONS]
+    return [{"reason": reason, "marks": marks} for reason, marks in rows]
 
 
 def _note(worker: Worker) -> str:

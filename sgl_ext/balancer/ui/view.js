@@ -222,6 +222,14 @@ export class View {
         { head: "Delete", hidden: true, kind: "action", show: (cell, pin) => this.deleteCell(cell, pin, deletePin) },
       ],
     });
+    this.budgets = new Table(byId("pin-budgets"), {
+      label: "pins-title", key: ({ id }) => id, empty: "No engine has said what its pins may hold.",
+      columns: [
+        { head: "Engine", isHead: true, kind: "name", show: name(({ id }) => id, engineName) },
+        { head: "Pin budget", kind: "meter", show: budgetCell },
+        { head: "Marks declined", kind: "text", text: declinedText },
+      ],
+    });
     this.divergences = new Table(byId("divergences"), {
       label: "divergences-title", empty: "No prompt diverges from earlier ones.",
       key: ({ harness, model, where, kind, scope, part }) => [harness, model, where, kind, scope, part].join("\n"),
@@ -286,6 +294,8 @@ export class View {
     this.programs.show(state.programs, counts.programs);
     if (!this.search.isOn) this.sessions.show(state.sessions, counts.sessions, "No session sent a request in the last hour.");
     this.search.tick();
+    const budgets = state.engines.filter(({ pin_budget_tokens: budget }) => budget);
+    this.budgets.show(budgets, budgets.length);
     this.pins.show(state.pins, counts.pins);
     this.divergences.show(state.divergences, counts.divergences);
     this.tenants.show(state.tenants, counts.tenants);
@@ -310,6 +320,25 @@ export class View {
     }
     button.pin = pin;
   }
+}
+
+/** How much of what pins may hold they hold. */
+function budgetCell(cell, { kv, pin_budget_tokens: budget }) {
+  const pinned = kv?.pinned_tokens ?? 0;
+  const text = `${compact(pinned)} of ${compact(budget)}`;
+  aside(cell, text);
+  bar(cell, `${text} tokens of the pin budget`, [["pinned", Math.min(pinned / budget, 1)]]);
+}
+
+const DECLINED = {
+  budget: "the prefix is longer than the budget",
+  "owner share": "its tenant has its share of the budget",
+  "less valuable": "what is pinned is worth more",
+  "nothing to lock": "nothing of it is in the cache",
+};
+
+function declinedText({ pins_declined: declined }) {
+  return declined.map(({ reason, marks }) => `${count(marks)}: ${DECLINED[reason] ?? reason}`).join("; ") || "none";
 }
 
 /** In a narrow window, also how many requests ended in an error. */

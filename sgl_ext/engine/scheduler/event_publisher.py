@@ -113,8 +113,12 @@ class EventPublisher:
             self._decoding = decoding
             pinned = self._cache.pins.tokens if self._cache is not None else 0
             load = load_of(self._scheduler, self.plan, pinned, computed)
-            if self._cache is not None and self._cache.pins.rejected:
-                load["pins_refused"] = self._cache.pins.rejected
+            if self._cache is not None:
+                keeper = self._cache.pins
+                load["pin_budget_tokens"] = keeper.pins.device.budget_tokens
+                load["pins_declined"] = dict(keeper.declined)
+                if keeper.declined:
+                    load["pins_refused"] = keeper.declined.total()
             lines = self._with_loads(lines, load, load_share)
             if self._is_pipeline:  # a plan is of one micro-batch, and several are in the pipeline
                 load["running"] = _in_flight(self._scheduler)

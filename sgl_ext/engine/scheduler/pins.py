@@ -23,6 +23,7 @@ gives way is copied, and before anything is evicted.
 
 from array import array
 from bisect import bisect_right
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -140,9 +141,9 @@ class PinKeeper:
         self.pins = pins
         self.memory = PinMemory(cache)
         self.cannot_spill = ""
-        self.rejected = 0
         self.now_s = 0.0
         self.changed: dict[str, Pin | None] = {}
+        self.declined: Counter[str] = Counter()  # marks, by the reason
         self._cache = cache
         self._page = page
         self._lookahead = lookahead
@@ -217,7 +218,7 @@ class PinKeeper:
             # A model that also caches states may be able to use less than what is in the tree.
             tokens, node = self._cache.match_until(req, tokens)
             if not tokens:
-                self._reject("nothing to lock")
+                self._decline("nothing to lock")
                 return
         named: dict[str, Any] = {"owner": hints.owner, "session": hints.session}
         named |= {"priority": hints.priority, "tokens": tokens}
@@ -234,10 +235,15 @@ class PinKeeper:
         elif pin is not None:
             pin.label.is_shared |= pin.session != hints.session
         if pin is None:
-            self._reject(reason)
+            self._decline(reason)
             return
         self._count("pins_granted" if granted.is_new else "pins_renewed")
         self._note(pin.prefix, pin)
+
+    def _decline(self, reason: str) -> None:
+        """A mark gets no pin."""
+        self.declined[reason] += 1
+        self._count("pins_rejected", reason)
 
     def _hold(self, pin: Pin, moves: Moves) -> bool:
         """Whether a new pin got its memory. moves: of the pins that moved for it."""
@@ -333,11 +339,6 @@ class PinKeeper:
         compare("pin %s: %s", prefix, "ended" if pin is None else pin.label.tier)
         if self._is_entry_rank:
             self.changed[prefix] = pin
-
-    def _reject(self, reason: str) -> None:
-        """A mark gets no pin."""
-        self.rejected += 1
-        self._count("pins_rejected", reason)
 
     def _count_refused(self, reasons: list[str]) -> None:
         """Counts pins that could not spill, where SGLang keeps host copies."""
