@@ -9,7 +9,7 @@ import gc
 import sys
 from importlib.metadata import version
 
-from sgl_ext.engine import sglang_api
+from sgl_ext.engine import sglang_api, sglang_check
 from sgl_ext.process import outlive_output
 
 _active = False
@@ -57,6 +57,11 @@ def _activate() -> None:
         use_linear_regex(sglang_api.Req, sys.modules[sglang_api.Req.__module__])
         sglang_api.register_radix_cache_backend(CACHE_BACKEND, make_cache)
     settings = EngineSettings.from_environment()
+    if settings.draft_from_context != "off":
+        from sgl_ext.engine.drafts import algorithm
+
+        sglang_check.verify(sglang_api.DRAFTS, [])
+        algorithm.register()
     apply_hooks(role, used_seams(role, shares_prefixes=bool(settings.shared_prefixes)))
     outlive_output()
     acknowledge(role)

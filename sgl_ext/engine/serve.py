@@ -15,6 +15,7 @@ from itertools import pairwise
 
 from sgl_ext.engine import sglang_api
 from sgl_ext.engine.arguments import resolved
+from sgl_ext.engine.drafts.algorithm import draft_flags
 from sgl_ext.engine.plugin import require_active
 from sgl_ext.engine.startup import check_environment, require_secret
 from sgl_ext.engine.topology import CACHE_BACKEND
@@ -63,7 +64,10 @@ def main(argv: list[str]) -> None:
     require_active()
 
     try:
-        args = sglang_api.prepare_server_args([*argv, *cache_flags(argv), *priority_flags(argv)])
+        with _named_problems():
+            drafts = draft_flags(argv, EngineSettings.from_environment())
+        own = [*cache_flags(argv), *priority_flags(argv), *drafts]
+        args = sglang_api.prepare_server_args([*argv, *own])
         with _named_problems():
             require_secret(resolved(args).host)  # SGLang's --config may have named another
         sglang_api.run_server(args)

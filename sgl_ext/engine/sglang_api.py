@@ -18,6 +18,7 @@ _ANTHROPIC = "sglang.srt.entrypoints.anthropic"
 _MANAGERS = "sglang.srt.managers"
 _CACHE = "sglang.srt.mem_cache"
 _CONTEXT = "sglang.srt.runtime_context"
+_SPECULATIVE = "sglang.srt.speculative"
 _ARGUMENTS = "sglang.srt.arg_groups.overrides"
 
 ANY_PROCESS = (
@@ -83,7 +84,22 @@ SCHEDULER_PROCESS = (
     f"{_CONTEXT}:get_parallel",
     "sglang.srt.utils.rank_consensus_checker:assert_same",
 )
-_PATHS = (path.split(":") for path in ANY_PROCESS + HTTP_PROCESS + SCHEDULER_PROCESS)
+DRAFTS = (
+    f"{_SPECULATIVE}.spec_info:SpeculativeAlgorithm",
+    f"{_SPECULATIVE}.spec_registry:CustomSpecAlgo",
+    f"{_SPECULATIVE}.base_spec_worker:BaseSpecWorker",
+    f"{_SPECULATIVE}.ngram_info:NgramVerifyInput",
+    f"{_SPECULATIVE}.spec_utils:GrammarTree",
+    f"{_SPECULATIVE}.spec_utils:build_grammar_vocab_mask",
+    f"{_SPECULATIVE}.spec_utils:record_stream_for_v2_verify",
+    "sglang.srt.model_executor.forward_batch_info:ForwardMode",
+    f"{_MANAGERS}.utils:GenerationBatchResult",
+    f"{_ARGUMENTS}:declare_resolution",
+    f"{_CONTEXT}:get_schedule",
+    f"{_CONTEXT}:get_spec",
+)
+"""What drafts from context need; nothing of it is imported where they are off."""
+_PATHS = (path.split(":") for path in ANY_PROCESS + HTTP_PROCESS + SCHEDULER_PROCESS + DRAFTS)
 _MODULES = {name: module for module, name in _PATHS}
 
 if TYPE_CHECKING:  # the other symbols are Any

@@ -51,6 +51,7 @@ class ResolvedArgs(Protocol):
     dcp_size: int
     decode_attention_backend: str | None
     decoupled_spec_role: str
+    device: str
     disaggregation_bootstrap_port: int
     disaggregation_mode: str
     dist_init_addr: str | None
@@ -66,6 +67,7 @@ class ResolvedArgs(Protocol):
     enable_pdmux: bool
     enable_priority_scheduling: bool
     enable_streaming_session: bool
+    enable_watermark: bool
     encoder_only: bool
     grammar_backend: str | None
     grpc_mode: bool
@@ -102,6 +104,7 @@ class ResolvedArgs(Protocol):
     schedule_policy: str
     skip_tokenizer_init: bool
     smg_grpc_mode: bool
+    speculative_num_draft_tokens: int | None
     tokenizer_worker_num: int
     tool_call_parser: str | None
     use_ray: bool
@@ -116,6 +119,7 @@ class ParallelContext(Protocol):
     dp_rank: int | None
     num_dp_ranks: int
     pp_rank: int
+    tp_group: Any
 
 
 @stands_for(f"{_MANAGERS}.schedule_batch:ReqKvInfo")

@@ -71,11 +71,16 @@ _UNTESTED = (
     "(SGLANG_PLUGINS=none sglang serve)"
 )
 _NO_PREFIXES = "no prefixes are published and nothing is pinned"
+_UNDRAFTABLE = "is not tested with drafts from context; leave it out, or draft-from-context off"
 _OWN_CACHE = f"with its own radix cache {_NO_PREFIXES}; leave it out for both"
 
 
 def _shares(applies: Callable[[ResolvedArgs], bool]) -> Callable[[Facts], bool]:
     return lambda facts: bool(facts.settings.shared_prefixes) and applies(facts.args)
+
+
+def _drafts(applies: Callable[[Facts], bool]) -> Callable[[Facts], bool]:
+    return lambda facts: facts.settings.draft_from_context != "off" and applies(facts)
 
 
 def _is_pure_swa(model: ModelConfig | None) -> bool:
@@ -209,6 +214,25 @@ REFUSED = (
             ("--disaggregation-mode", lambda args: args.disaggregation_mode != "null"),
             ("--skip-tokenizer-init", lambda args: args.skip_tokenizer_init),
             ("--nnodes", lambda args: args.nnodes > 1),
+        )
+    ),
+    *(
+        Rule("drafts from context", flag, _drafts(applies), why)
+        for flag, applies, why in (
+            (
+                "--disaggregation-mode",
+                lambda facts: facts.args.disaggregation_mode != "null",
+                _UNDRAFTABLE,
+            ),
+            ("--pp-size", lambda facts: facts.args.pp_size > 1, _UNDRAFTABLE),
+            ("--enable-dp-attention", lambda facts: facts.args.attn_dp_size > 1, _UNDRAFTABLE),
+            ("--enable-watermark", lambda facts: facts.args.enable_watermark, _UNDRAFTABLE),
+            (
+                "--model-path",
+                lambda facts: facts.has_states,
+                "drafts from context cannot take back what a recurrent layer has read, and this "
+                "model has some; leave draft-from-context off",
+            ),
         )
     ),
 )

@@ -41,6 +41,7 @@ def limits_with(defaults: DefaultHints, limits: TtlLimits) -> TtlLimits:
 #     nvext.agent_hints.osl                             the expected length of the answer, in tokens
 #     nvext.agent_hints.speculative_prefill             whether to prefill the next turn ahead
 #     nvext.agent_hints.mark_complete_calls             whether a chat's stream marks them
+#     nvext.agent_hints.draft_from_context              false: the answer is not drafted
 #     priority                                          SGLang's own, in the body
 #     service_tier                                      OpenAI's: "priority" is 10, "flex" is -10
 #
@@ -56,6 +57,7 @@ _HINTS = (
     ("osl", int, "an integer"),
     ("speculative_prefill", bool, "true or false"),
     ("mark_complete_calls", bool, "true or false"),
+    ("draft_from_context", bool, "true or false"),
 )
 _OUTPUT_LIMITS = ("max_tokens", "max_completion_tokens", "max_output_tokens")
 _INTEGER = re.compile(r"[+-]?[0-9]{1,20}")
@@ -71,6 +73,7 @@ class Importance:
     ignored: other vendors' hints with unknown values.
     is_clamped: the request asked for more than the ceiling, and got the ceiling.
     speculative_prefill: whether to prefill the next turn ahead; None if it is not stated.
+    drafts: whether the answer may be drafted from its context.
     """
 
     priority: int = 0
@@ -79,6 +82,7 @@ class Importance:
     ignored: int = 0
     is_clamped: bool = False
     speculative_prefill: bool | None = None
+    drafts: bool = True
 
 
 USUAL = Importance()
@@ -129,6 +133,7 @@ def read_importance(
         ignored=ignored,
         is_clamped=priority is not None and priority > ceiling,
         speculative_prefill=defaults.prefill if prefill is None else prefill,
+        drafts=hints.get("draft_from_context") is not False,
     )
 
 

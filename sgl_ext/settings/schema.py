@@ -494,6 +494,11 @@ class EngineSettings(RequestSettings, frozen=True, kw_only=True):
         "Share of the KV cache that unread prefills may take from other prefixes: "
         "guide/prefill.md.",
     ] = 0.05
+    draft_from_context: Annotated[
+        Literal["off", "request", "session", "group"],
+        "Whose tokens answers are drafted from: the request's own, also those of its session, or "
+        "of its cache group: guide/operations.md.",
+    ] = "off"
     warmup_requests: Annotated[File | None, "Requests to prefill at start: guide/prefill.md."] = (
         None
     )

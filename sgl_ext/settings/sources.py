@@ -85,7 +85,7 @@ GROUPS: Mapping[str, Sequence[str]] = {
     "Pins and prefill ahead": (
         *("pin_budget", "host_pin_budget", "pin_owner_share", "pin_ttl_s", "pin_max_ttl_s"),
         *("pin_unmarked_ttl_s", "prefill_ahead", "prefill_ahead_slice_tokens"),
-        *("prefill_ahead_evictable_share", "warmup_requests"),
+        *("prefill_ahead_evictable_share", "draft_from_context", "warmup_requests"),
     ),
     "Prompts": (
         *("strip_headers", "sort_tools", "move_volatile_lines", "keep_tools"),

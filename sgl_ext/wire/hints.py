@@ -24,6 +24,8 @@ class Hints(NamedTuple):
     is_demoted: whether the session's pins on this prompt are to end.
     output_tokens: the length of answer that the client expects, None if it does not say.
     conversation: a short name of it; "" if it is unknown.
+    drafts: whether its answer may be drafted from its context. client, turn: the harness that
+        sent it, and what for, as metrics show them.
     """
 
     hashes: Sequence[int]
@@ -41,6 +43,9 @@ class Hints(NamedTuple):
     is_demoted: bool = False
     conversation: str = ""
     window_s: float = 0.0
+    drafts: bool = True
+    client: str = ""
+    turn: str = ""
 
 
 def payload_of(hints: Hints) -> dict[str, Any]:

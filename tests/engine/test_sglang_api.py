@@ -108,7 +108,8 @@ def test_every_symbol_that_the_extension_reads_is_declared() -> None:
         ),
     }
     paths = sglang_api.ANY_PROCESS + sglang_api.HTTP_PROCESS + sglang_api.SCHEDULER_PROCESS
-    tables = {"ANY_PROCESS", "HTTP_PROCESS", "SCHEDULER_PROCESS"}
+    paths += sglang_api.DRAFTS
+    tables = {"ANY_PROCESS", "HTTP_PROCESS", "SCHEDULER_PROCESS", "DRAFTS"}
     assert read - tables == {path.partition(":")[2] for path in paths}
 
 

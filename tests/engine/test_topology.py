@@ -41,6 +41,7 @@ PLAIN = {
     "enable_pdmux": False,
     "enable_priority_scheduling": True,
     "enable_streaming_session": False,
+    "enable_watermark": False,
     "encoder_only": False,
     "grpc_mode": False,
     "grpc_port": None,
@@ -65,6 +66,7 @@ PLAIN = {
     "use_ray": False,
 }
 SHARING = EngineSettings(shared_prefixes="share.jsonl")
+DRAFTING = EngineSettings(draft_from_context="session")
 
 
 def facts(
@@ -105,6 +107,8 @@ CASES = [
     ("decoupled speculation", facts(decoupled_spec_role="verifier")),
     ("elastic expert parallelism", facts(elastic_ep_backend="mooncake")),
     ("diffusion language models", facts(dllm_algorithm="LowConfidence")),
+    ("drafts from context", facts(settings=DRAFTING, enable_watermark=True)),
+    ("drafts from context", facts(settings=DRAFTING, attn_dp_size=2)),
     ("PD disaggregation", facts(disaggregation_mode="decode")),
     ("shared prefixes", facts(settings=SHARING, kv_events_config="{}")),
     ("shared prefixes", facts(settings=SHARING, nnodes=2)),
@@ -201,6 +205,17 @@ def test_a_prefix_that_needs_more_than_keys_and_values_is_not_shared(has_states:
     (rule,) = topology.refused(sharing(host, model(**windows), has_states=has_states))
     assert rule.feature == "shared tier of sliding windows or states"
     assert rule.flag == "--hicache-storage-backend"
+
+
+def test_drafts_are_refused_where_layers_cannot_take_tokens_back() -> None:
+    rules = topology.refused(facts(settings=DRAFTING, has_states=True))
+    assert [rule.flag for rule in rules] == ["--model-path"]
+
+
+@pytest.mark.parametrize("changed", [{"disaggregation_mode": "decode"}, {"pp_size": 2}], ids=str)
+def test_drafts_are_refused_across_engines_and_stages(changed: dict[str, Any]) -> None:
+    rules = topology.refused(facts(settings=DRAFTING, **changed))
+    assert [rule.feature for rule in rules] == ["drafts from context"]
 
 
 def test_each_rule_has_a_case() -> None:

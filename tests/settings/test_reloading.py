@@ -67,7 +67,7 @@ def another_value(field: Field) -> Any:
     """A value that the field's type allows, and not its default."""
     candidates: list[Any] = [
         *(0.25, 0.5, 2, 77, 2 << 20, "hinted", "on", True, False, "file:x", "name", "http://a:1"),
-        *("json", "debug", "cpu"),
+        *("json", "debug", "cpu", "session"),
         *((one,) for one in ("x-a", "file:x")),
     ]
     for value in candidates:

@@ -45,20 +45,25 @@ class CpuAttentionBackend(TorchNativeAttnBackend):  # type: ignore[misc]  # sgla
         mode = forward_batch.forward_mode
         if mode.is_idle() or forward_batch.encoder_lens is not None:
             return
-        if forward_batch.spec_info is not None:
+        verified = 0
+        if mode.is_target_verify():
+            verified = _chain_of(forward_batch)
+        elif forward_batch.spec_info is not None and not mode.is_extend():
             raise NotImplementedError(
-                "the sgl_ext_cpu attention backend does not serve --speculative-algorithm"
+                "the sgl_ext_cpu attention backend computes no drafts of --speculative-algorithm"
             )
         table = self.req_to_token_pool.req_to_token
         self._sequences = [
-            Slots(table[row, :length])
+            Slots(table[row, : length + verified])
             for row, length in zip(
                 forward_batch.req_pool_indices.tolist(),
                 forward_batch.seq_lens.tolist(),
                 strict=True,
             )
         ]
-        if not mode.is_decode():
+        if verified:
+            self._extends = [Extend(slots, verified) for slots in self._sequences]
+        elif not mode.is_decode():
             new = forward_batch.extend_seq_lens.tolist()
             self._extends = [
                 Extend(slots, count) for slots, count in zip(self._sequences, new, strict=True)
@@ -121,6 +126,20 @@ class CpuAttentionBackend(TorchNativeAttnBackend):  # type: ignore[misc]  # sgla
                 layer, KVWriteLoc(forward_batch.out_cache_loc, self.swa_out_cache_loc), k, v
             )
         return pool.get_key_buffer(layer.layer_id), pool.get_value_buffer(layer.layer_id)
+
+
+def _chain_of(forward_batch: Any) -> int:
+    """How many tokens a pass of verification adds to each sequence. They are a chain: each token
+    sees those before it, as in a prompt."""
+    drafts = forward_batch.spec_info
+    width = int(drafts.draft_token_num)
+    following = drafts.retrieve_next_token
+    if following is not None and width > 1 and bool((following[:, :-1] < 0).any()):
+        raise NotImplementedError(
+            "the sgl_ext_cpu attention backend verifies chains of tokens, and no trees: pass "
+            "--speculative-ngram-max-bfs-breadth 1"
+        )
+    return width
 
 
 def _left_to_torch_native(layer: Any, forward_batch: Any) -> bool:

@@ -184,6 +184,7 @@ class CpuPlatform(CpuDeviceMixin, SRTPlatform):  # type: ignore[misc]  # sglang 
         # token that would fail on the first request.
         allocation.get_last_loc_triton = allocation.get_last_loc_torch
         _gather_without_cuda()
+        _verify_without_triton()
 
 
 def _gather_without_cuda() -> None:
@@ -197,6 +198,34 @@ def _gather_without_cuda() -> None:
     GroupCoordinator.reduce_scatter_tensor = GroupCoordinator._reduce_scatter_tensor
     dp_attention.memcpy_func = dp_attention.memcpy_cpu
     ForwardBatch.use_pin_memory = property(lambda self: False, lambda self, value: None)
+
+
+def _verify_without_triton() -> None:
+    """Let a speculative algorithm whose drafts are chains take slots without Triton's kernels.
+
+    What a verification accepts of a chain is where it belongs, so no key or value is moved.
+    """
+    from sglang.srt.mem_cache import allocation
+    from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool
+
+    def assign(
+        rows: torch.Tensor,
+        table: torch.Tensor,
+        begins: torch.Tensor,
+        ends: torch.Tensor,
+        slots: torch.Tensor,
+        batch_size: int,
+    ) -> None:
+        del batch_size
+        done = 0
+        places = zip(rows.tolist(), begins.tolist(), ends.tolist(), strict=True)
+        for row, begin, end in places:
+            if end > begin:
+                table[row, begin:end] = slots[done : done + end - begin]
+                done += end - begin
+
+    allocation.assign_req_to_token_pool_func = assign
+    MHATokenToKVPool._init_kv_copy_and_warmup = lambda pool: None
 
 
 def _send_pageable_indices() -> None:

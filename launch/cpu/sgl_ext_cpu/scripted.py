@@ -21,6 +21,8 @@ from sglang.srt.sampling.custom_logit_processor import CustomLogitProcessor
 from sgl_ext_cpu.script import Script, ScriptError, read_grammar, read_script
 
 _TOKENS = "sgl_ext_cpu_script"
+# Drafts from context give a processor that knows of them the number of drafted tokens before a row.
+_PLACES, _PLACE = "sgl_ext_places", "sgl_ext_place"
 _logger = logging.getLogger(__name__)
 
 
@@ -34,6 +36,9 @@ class Prompter(CustomLogitProcessor):  # type: ignore[misc]  # sglang is untyped
             # scheduling the last one is still on its way. Negative within a prompt's chunks,
             # where nothing is sampled.
             said = request.kv.kv_committed_len - len(request.origin_input_ids)
+            if (place := parameters.get(_PLACE)) is not None:
+                # SGLang verifies drafts: the due token is not among those that it knows.
+                said += 1 + place
             if said >= 0:
                 row.fill_(float("-inf"))
                 row[tokens[min(said, len(tokens) - 1)]] = 0.0
@@ -79,7 +84,10 @@ def prescribe(script: Script, tokenizer: Any, request: Any) -> None:
     text = answer.written(prompt, read_grammar(sampling))
     tokens = tokenizer.encode(text, add_special_tokens=False)
     custom = sampling.get("custom_params") or {}
-    request.sampling_params = {**sampling, "custom_params": {**custom, _TOKENS: tokens}}
+    request.sampling_params = {
+        **sampling,
+        "custom_params": {**custom, _TOKENS: tokens, _PLACES: True},
+    }
     request.custom_logit_processor = _processor()
 
 

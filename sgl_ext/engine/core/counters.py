@@ -87,6 +87,13 @@ COUNTERS: dict[str, tuple[str, ...]] = {
     "shared_tier_notes_dropped": (
         "Segments of prompts that are not published as shared: too many waited, or had no room.",
     ),
+    "draft_steps": (
+        "Steps of decoding of requests while drafts from context are on.",
+        *("client", "turn"),
+    ),
+    "drafted_tokens": ("Tokens drafted from context and verified.", "client", "turn"),
+    "accepted_drafts": ("Drafted tokens that the model wrote as well.", "client", "turn"),
+    "draft_memory_dropped": ("Sessions or groups whose tokens drafts lost, for their size.",),
     "pins_granted": ("Prefixes pinned.",),
     "pins_renewed": ("Marks on prefixes that were pinned already.",),
     "pins_read": ("Pins read by requests.",),

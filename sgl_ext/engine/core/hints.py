@@ -147,6 +147,9 @@ def _encode(context: RequestContext, chain: Chain) -> KvHintAction:
         is_demoted=context.is_demoted,
         conversation=digest(conversation) if conversation else "",
         window_s=context.window_s,
+        drafts=context.importance.drafts,
+        client=context.facts.harness,
+        turn=context.facts.request_class,
     )
     return sglang_api.KvHintAction(
         action_id=engine_name(),

@@ -3,7 +3,7 @@ that the scheduler has."""
 
 import sys
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from sgl_ext.engine import sglang_api
 from sgl_ext.engine.core.hints import decode_hints
@@ -59,6 +59,7 @@ class RequestState:
         the last one.
     marks_seen: how many of its marked prefixes were in the tree; None before its first one.
     is_slice_checked: whether a prefill slice was allowed or rejected.
+    drafting: what drafts from context know of it (`sgl_ext.engine.drafts`).
     """
 
     hints: Hints | None
@@ -71,6 +72,7 @@ class RequestState:
     computed_tokens: int = 0
     marks_seen: int | None = None
     is_slice_checked: bool = False
+    drafting: Any = None
 
     def arrived_s(self, now_s: float) -> float:
         """When the request arrived at the balancer, so that its aging goes on in the engine.

@@ -1,0 +1,1 @@
+"""Drafts from context: guesses of tokens from what a request has read."""
