@@ -1,7 +1,7 @@
 """TLS on the balancer's port.
 
     TCP <--encrypted--> TlsConnection <--plain bytes--> the connection of HTTP
-                        (TCP's protocol, and the transport of what is behind it)
+                        (TCP's protocol, and the transport of the application protocol)
 
     arrived --0x16--> in its handshake --complete--> plain bytes go both ways
        |                    |
@@ -45,7 +45,7 @@ class TlsPort:
         plain_answer: Callable[[str], bytes],
         failed: Callable[[str], None],
     ) -> None:
-        """make: the protocol behind a connection, once its handshake is complete.
+        """make: the application protocol of a connection, once its handshake is complete.
 
         plain_answer: what a client gets that speaks plain HTTP and requests this path.
         failed: called with the reason for each connection that ends before that.
@@ -104,13 +104,13 @@ class TlsPort:
 
 
 class TlsConnection(asyncio.BufferedProtocol):
-    """One connection. From its handshake on it is the transport of the protocol behind it, with the
-    methods that those of HTTP and WebSockets use."""
+    """One connection. From its handshake on it is the transport of the application protocol, with
+    the methods that those of HTTP and WebSockets use."""
 
     def __init__(self, port: TlsPort) -> None:
         self._port = port
         self._raw: asyncio.Transport
-        self._behind: asyncio.BufferedProtocol | None = None
+        self._app: asyncio.BufferedProtocol | None = None
         self._tls: ssl.SSLObject | None = None
         self._incoming, self._outgoing = ssl.MemoryBIO(), ssl.MemoryBIO()
         self._handshake_bytes = 0
@@ -128,12 +128,12 @@ class TlsConnection(asyncio.BufferedProtocol):
         self._port.joined(self)
 
     def get_buffer(self, sizehint: int) -> memoryview:
-        return _SCRATCH if self._behind is not None else _SCRATCH[:_HANDSHAKE_READ_BYTES]
+        return _SCRATCH if self._app is not None else _SCRATCH[:_HANDSHAKE_READ_BYTES]
 
     def buffer_updated(self, nbytes: int) -> None:
         if self._deaf:
             return
-        if self._behind is not None:
+        if self._app is not None:
             self._incoming.write(_SCRATCH[:nbytes])
             self._read()
         elif self._tls is None and (self._plain or _SCRATCH[0] != _FIRST_OF_TLS):
@@ -152,24 +152,24 @@ class TlsConnection(asyncio.BufferedProtocol):
             self._port.queue(self)
 
     def eof_received(self) -> None:
-        if self._behind is not None and not self._deaf:
-            self._behind.eof_received()
+        if self._app is not None and not self._deaf:
+            self._app.eof_received()
 
     def connection_lost(self, error: Exception | None) -> None:
         self._deaf = self._ended = True
-        if self._behind is not None:
-            self._behind.connection_lost(error)
+        if self._app is not None:
+            self._app.connection_lost(error)
         else:
             self._port.left(self)
             self._count("faulty")
 
     def pause_writing(self) -> None:
-        if self._behind is not None:
-            self._behind.pause_writing()
+        if self._app is not None:
+            self._app.pause_writing()
 
     def resume_writing(self) -> None:
-        if self._behind is not None:
-            self._behind.resume_writing()
+        if self._app is not None:
+            self._app.resume_writing()
 
     # Before the handshake is complete.
 
@@ -188,8 +188,8 @@ class TlsConnection(asyncio.BufferedProtocol):
             return
         self._flush()
         self._port.left(self)
-        self._behind = behind = self._port.make()
-        behind.connection_made(self)  # type: ignore[arg-type]  # a transport by its methods
+        self._app = app = self._port.make()
+        app.connection_made(self)  # type: ignore[arg-type]  # a transport by its methods
         if not self._reading_paused and not self._raw.is_closing():
             self._raw.resume_reading()
         self._read()  # a request may have come with the end of the handshake
@@ -223,15 +223,15 @@ class TlsConnection(asyncio.BufferedProtocol):
             self._counted = True
             self._port.failed(reason)
 
-    # Behind the handshake: bytes go to the protocol, and from it.
+    # After the handshake: bytes go to the application protocol, and come from it.
 
     def _read(self) -> None:
         if self._reading or self._tls is None:
             return
         self._reading = True
         try:
-            while self._behind is not None and not (self._reading_paused or self._deaf):
-                view = self._behind.get_buffer(-1)
+            while self._app is not None and not (self._reading_paused or self._deaf):
+                view = self._app.get_buffer(-1)
                 try:
                     size = self._tls.read(len(view), view)  # type: ignore[arg-type]
                 except ssl.SSLWantReadError:
@@ -242,10 +242,10 @@ class TlsConnection(asyncio.BufferedProtocol):
                 del view  # while there is one, its buffer cannot grow
                 if not cast(int, size):
                     self._deaf = True
-                    self._behind.eof_received()
+                    self._app.eof_received()
                     self.close()
                     break
-                self._behind.buffer_updated(cast(int, size))
+                self._app.buffer_updated(cast(int, size))
         finally:
             self._reading = False
         self._flush()
@@ -269,7 +269,7 @@ class TlsConnection(asyncio.BufferedProtocol):
                 self._tls.unwrap()
             self._flush()
 
-    # The transport of the protocol behind it.
+    # The transport of the application protocol.
 
     def write(self, data: bytes | bytearray | memoryview) -> None:
         self._encrypt(data)
@@ -302,7 +302,7 @@ class TlsConnection(asyncio.BufferedProtocol):
         return self._raw.get_extra_info(name, default)
 
     def set_protocol(self, protocol: asyncio.BufferedProtocol) -> None:
-        self._behind = protocol
+        self._app = protocol
 
     def pause_reading(self) -> None:
         self._reading_paused = True

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from aiohttp import ClientSession, TCPConnector
 
 from sgl_ext.balancer.http.tls import TlsConnection, TlsPort
 from sgl_ext.balancer.server import Balancer
@@ -122,6 +123,37 @@ def certificate_of(wire: Wire) -> bytes:
     found = wire.writer.get_extra_info("ssl_object").getpeercert(binary_form=True)
     assert isinstance(found, bytes)
     return found
+
+
+async def test_a_web_socket_behind_tls(serve: Serve, pair: Pair) -> None:
+    balancer = await serve(Raw())
+    connector = TCPConnector(ssl=pair.trusted())
+    async with (
+        ClientSession(connector=connector) as session,
+        session.ws_connect(f"https://localhost:{balancer.port}/v1/responses") as socket,
+    ):
+        for size in (10, 300_000):
+            await socket.send_str("x" * size)
+            assert (await socket.receive_json())["type"] == "error"
+    await until(lambda: not balancer._connections)
+
+
+@pytest.mark.parametrize(
+    ("path", "kind"),
+    [(b"/v1/messages", b'"request_too_large"'), (b"/v1/responses", b'"invalid_request_error"')],
+)
+async def test_a_body_over_the_limit_is_413_in_the_words_of_its_protocol(
+    serve: Serve, connect: Connect, path: bytes, kind: bytes
+) -> None:
+    argv = ["--max-body", "2KB", "--worker", "http://127.0.0.1:1"]
+    limit_bytes = balancer_settings(argv).max_body_bytes
+    balancer = await serve(Raw(), max_body_bytes=limit_bytes)
+    wire = await connect(balancer)
+    head, body = await wire.ask(request(b"x" * 2049, path=path))
+    assert head.startswith(b"HTTP/1.1 413 ")
+    assert kind in body
+    assert b"body: larger than 2048 bytes" in body
+    assert (await wire.ask(request(b"{}", path=path)))[0].startswith(b"HTTP/1.1 200 ")
 
 
 # The certificate.
