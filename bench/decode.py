@@ -36,7 +36,7 @@ from sgl_ext_cpu.node import ROOT, Node
 
 from bench.lib.arms import rotated, running_arms
 from bench.lib.engines import chosen, engine_parser, model_of
-from bench.lib.script import Size, run
+from bench.lib.script import Size, require, run
 from bench.lib.spread import ratio_spread, spread
 
 _STREAMS = 16
@@ -349,6 +349,8 @@ def measure_arms(
     differing = sum(a != b for a, b in zip(own["ours"], own["stock"], strict=True))
     wrong = sum(played.wrong for arm in (one, many) for played in arm["ours"])
     stock_wrong = sum(played.wrong for arm in (one, many) for played in arm["stock"])
+
+    require(stock_wrong == 0, "stock gives the script's answers", wrong=stock_wrong)
 
     def rate(played: Played) -> float:
         return played.tokens / played.decoding_s

@@ -16,7 +16,7 @@ from sgl_ext_cpu.nursery import Nursery
 WITHOUT_ENGINES = ("index", "proxy", "routing", "tool_loop")
 WITH_ENGINES = (
     *("fanout", "header_strip", "pin_flood", "priority", "speculative_prefill"),
-    *("warm_turn", "long_history", "tiers", "agents_jobs"),
+    *("warm_turn", "long_history", "tiers", "agents_jobs", "decode"),
 )
 TIMED = ("warm_turn", "long_history")
 

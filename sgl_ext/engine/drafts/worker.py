@@ -325,7 +325,7 @@ def _spread(torch: Any, batch: Any, width: int, mask: Any) -> Any:
         sampling_seed=each(info.sampling_seed),
         custom_params=parameters,
         custom_logit_processor=processors,
-        grammars=None,
+        grammars=info.grammars,  # a place that allows no token is then seen to
         grammar_mask=mask,
         penalizer_orchestrator=None,
     )
