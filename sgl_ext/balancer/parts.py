@@ -204,6 +204,7 @@ class Parts:
         path = _events_path(config, folder)
         events = self.services.events = EventLog(path)
         self.reloads.add_event = events.add
+        request_log.add_event = events.add
         self._watch = EventWatch(events, metrics, self._workers, is_first=number == 0)
         if path is not None:
             metrics.run_folder_free_bytes.set_function(

@@ -53,6 +53,7 @@ LEVELS: dict[str, Level] = {
     "reload refused": "error",
     "limit reached": "warning",
     "pins refused": "warning",
+    "client version": "warning",
     "request convicted": "error",
     "store failed": "error",
     "source failed": "error",

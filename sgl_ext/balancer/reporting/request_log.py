@@ -629,6 +629,8 @@ class RequestLog:
         self._activity = activity
         self._lines = lines
         self.detector = detector
+        # What a new version of a client breaks is an event of the node.
+        self.add_event: Callable[[str, str, str], object] = lambda kind, subject, text: None
         self._tenant_label = tenant_label
         self._shared = shared
         self._remembered: deque[EndedRequest] = deque(maxlen=MOST_REMEMBERED)
@@ -762,7 +764,9 @@ class RequestLog:
             kind, tokens = divergence["kind"], divergence["tokens"]
             if divergence["scope"] == VERSION:
                 kind = NEW_VERSION
-                log.warning("%s", version_sentence(found.harness, divergence))
+                said = version_sentence(found.harness, divergence)
+                log.warning("%s", said)
+                self.add_event("client version", f"{found.harness} {divergence['version']}", said)
             self._metrics.diverged_prompts.counts[found.harness, kind] += 1
             self._metrics.diverged_tokens.counts[found.harness, kind] += tokens
 

@@ -419,6 +419,11 @@ async def test_a_new_version_that_breaks_the_cache_is_named_within_ten_requests(
         record.message for record in caplog.records if "2.1.333 moves byte 2,2" in record.message
     ]
     assert len(said) == 2
+    state = await (await client.get("/sgl_ext/state")).json()
+    events = [event for event in state["events"] if event["kind"] == "client version"]
+    assert [event["subject"] for event in events] == ["claude-code 2.1.333"] * len(events)
+    assert events
+    assert "moves byte 2,2" in events[0]["text"]
     assert "from prompt to prompt" in said[1]
     assert "the cure is: move the id out of the instructions" in said[1]
     assert await asyncio.to_thread(main, ["--url", str(client._base_url)]) == 1
