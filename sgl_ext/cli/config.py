@@ -5,7 +5,8 @@ from typing import Annotated
 
 import typer
 
-from sgl_ext.cli.node import Json, UsageError
+from sgl_ext.cli.node import Json, NodeError, UsageError
+from sgl_ext.cli.run_folder import node_process
 from sgl_ext.cli.show import console, print_json, table
 
 app = typer.Typer(no_args_is_help=True)
@@ -36,13 +37,19 @@ def check(context: typer.Context, file: _File) -> None:
 def show(
     context: typer.Context,
     every: Annotated[bool, typer.Option("--all", help="Show defaults, too.")] = False,
+    running: Annotated[
+        Path | None,
+        typer.Option(metavar="FOLDER", help="Of the node that runs with this run folder."),
+    ] = None,
     as_json: Json = False,
 ) -> None:
-    """Show what holds for a command line of `serve`, and where each value comes from.
+    """Show what holds for a command line of `serve`, or of a running node, and where each value
+    comes from.
 
-    For example: sgl-ext config show --config node.toml --tp 2. Secrets are never shown.
+    For example: sgl-ext config show --config node.toml --tp 2; sgl-ext config show --running .run.
+    Secrets are never shown.
     """
-    rows = _rows(context.args)
+    rows = _rows(context.args if running is None else command_line(running))
     rows = [row for row in rows if every or row["source"] != _DEFAULT]
     if as_json:
         print_json(rows)
@@ -51,6 +58,30 @@ def show(
     else:
         values = [(row["key"], row["value"], row["source"]) for row in rows]
         console().print(table(("key", "value", "source"), values))
+
+
+def command_line(folder: Path, proc: Path = Path("/proc")) -> list[str]:
+    """What the launcher that uses a run folder was started with, its file as a whole path. Of a
+    file that was changed since, it is what a reload would apply.
+
+    Raises NodeError without such a launcher, or if it is another user's.
+    """
+    process = node_process(folder)
+    if process is None:
+        raise NodeError(f"no node runs with the run folder {folder}: give the node's --log-dir")
+    try:
+        words = (proc / str(process) / "cmdline").read_bytes().decode().split("\0")[:-1]
+        home = Path(proc / str(process) / "cwd").readlink()
+    except OSError as error:
+        raise NodeError(f"process {process}: {error.strerror}: use sudo") from None
+    at = next((n for n, word in enumerate(words) if word == "serve"), None)
+    if at is None:  # python -m sgl_ext.launch
+        at = next(n for n, word in enumerate(words) if "launch" in word)
+    words = words[at + 1 :]
+    for number, word in enumerate(words[1:], 1):
+        if words[number - 1] == "--config" and (home / word).is_file():
+            words[number] = str(home / word)
+    return words
 
 
 def _rows(argv: list[str]) -> list[dict[str, object]]:

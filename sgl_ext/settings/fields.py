@@ -46,6 +46,21 @@ def without_unit(value: object, metavar: str) -> object:
     return int(number) if metavar == "BYTES" else round(number, 6)
 
 
+def with_unit(value: object, metavar: str) -> str:
+    """A number as people write it, such as `20s` or `64MB`; "" if it has no unit or is 0.
+
+    metavar: as of `without_unit`, which reads it.
+    """
+    if metavar not in UNITS or not isinstance(value, int | float) or not value:
+        return ""
+    names = ("d", "h", "min", "s", "ms") if metavar == "SECONDS" else ("TB", "GB", "MB", "KB", "B")
+    for name in names:
+        number = value / UNITS[metavar][name]
+        if number >= 1 and number == int(number):
+            return f"{number:g}{name}"
+    return ""
+
+
 class Field(NamedTuple):
     """One setting. `allowed` is its type and range in words, `default` the value itself."""
 

@@ -24,7 +24,7 @@ from sgl_ext.key_file import KeysError, read_keys
 from sgl_ext.reading.client import HARNESSES
 from sgl_ext.recipes import settings_file
 from sgl_ext.settings.certificates import certificate_of
-from sgl_ext.settings.fields import Field, fields_of
+from sgl_ext.settings.fields import Field, fields_of, with_unit
 from sgl_ext.settings.schema import (
     HINTED,
     LEAST_STORE_BYTES,
@@ -127,7 +127,10 @@ def _launch_settings(
     argv: Sequence[str], *, needs_model: bool
 ) -> tuple[LaunchSettings, Mapping[str, str]]:
     parser = _parser("sgl-ext serve", "Start SGLang engines with one balancer in front of them.")
-    parser.epilog = "Any other flag goes to every engine: see python -m sglang.launch_server --help"
+    parser.epilog = (
+        "SECONDS can have a unit, as 20s, 5min, 1h or 2d, and BYTES, as 64MB or 1GB. "
+        "Any other flag goes to every engine: see python -m sglang.launch_server --help"
+    )
     parser.add_argument("--config", metavar="FILE", help=_CONFIG_HELP)
     own = {**TABLES["launch"], **TABLES["balancer"]}
     for title, names in GROUPS.items():
@@ -409,7 +412,8 @@ def _parser(prog: str, description: str) -> argparse.ArgumentParser:
 
 def _add_flags(parser: argparse._ActionsContainer, fields: Mapping[str, Field]) -> None:
     for name, field in fields.items():
-        default = f" (default: {field.shown_default})" if field.shown_default else ""
+        shown = with_unit(field.default, field.metavar) or field.shown_default
+        default = f" (default: {shown})" if shown else ""
         text = (field.help + default).replace("%", "%%")
         if isinstance(field.default, bool):
             parser.add_argument(field.flag, action=argparse.BooleanOptionalAction, help=text)

@@ -5,6 +5,9 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+import pytest
+
+from sgl_ext.cli import config
 from tests.cli.conftest import Run
 
 TEXT = """
@@ -74,3 +77,28 @@ def test_what_holds_is_shown_with_its_place_and_no_secret(run: Run, tmp_path: Pa
     every = run(*argv, "--all", "--json")[1]
     assert {"key": "port", "value": "30000", "source": "default"} in json.loads(every)
     assert "as --config node.toml" in run("config", "show", "node.toml")[2]
+
+
+def test_a_running_node_s_settings_are_those_of_its_command_line(
+    run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "node.toml").write_text("[balancer]\nport = 31000\n")
+    proc = tmp_path / "proc/77"
+    proc.mkdir(parents=True)
+    (proc / "cwd").symlink_to(tmp_path)
+    words = ["python", "bin/sgl-ext", "serve", "--config", "node.toml", "--tp", "2"]
+    (proc / "cmdline").write_bytes(b"".join(word.encode() + b"\0" for word in words))
+    monkeypatch.setattr(config, "node_process", lambda folder: 77)
+    found = config.command_line(tmp_path, tmp_path / "proc")
+    assert found == ["--config", str(tmp_path / "node.toml"), "--tp", "2"]
+    monkeypatch.setattr(config, "command_line", lambda folder: found)
+    code, out, _ = run("config", "show", "--running", str(tmp_path))
+    rows = [line.split() for line in out.splitlines()]
+    assert code == 0
+    assert ["port", "31,000", f"{tmp_path}/node.toml:", "[balancer]"] in rows
+    assert ["tp", "2", "--tp"] in rows
+
+
+def test_without_a_running_node_it_says_where_to_look(run: Run, tmp_path: Path) -> None:
+    code, _, err = run("config", "show", "--running", str(tmp_path))
+    assert (code, "give the node's --log-dir" in err) == (1, True)

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from sgl_ext.reading.strip import BILLING_HEADER
+from sgl_ext.settings.fields import with_unit, without_unit
 from sgl_ext.settings.schema import BalancerSettings, LaunchSettings, SettingsError, Tenant
 from sgl_ext.settings.sources import GROUPS, TABLES, balancer_settings, launch_settings
 
@@ -244,3 +245,25 @@ def test_a_balancer_by_hand_has_flags_and_a_child_its_launchers_settings(
     assert balancer_settings(["--port", "2"]).port == 2
     with pytest.raises(SettingsError, match="--worker='ftp://a'"):
         balancer_settings(["--worker", "ftp://a"])
+
+
+@pytest.mark.parametrize(
+    ("value", "metavar", "shown"),
+    [
+        (480.0, "SECONDS", "8min"),
+        (0.5, "SECONDS", "500ms"),
+        (604_800.0, "SECONDS", "7d"),
+        (90.0, "SECONDS", "90s"),
+        (0.0, "SECONDS", ""),
+        (256 << 20, "BYTES", "256MB"),
+        (1000, "BYTES", "1000B"),
+        (3, "N", ""),
+        (None, "BYTES", ""),
+    ],
+)
+def test_a_default_is_shown_with_a_unit_that_is_read_back(
+    value: object, metavar: str, shown: str
+) -> None:
+    assert with_unit(value, metavar) == shown
+    if shown:
+        assert without_unit(shown, metavar) == value
