@@ -172,8 +172,8 @@ def drain(
         print_json(row)
     else:
         busy = "" if wait else f" and has {row['in_flight']:,} requests in flight"
-        what = "has left" if wait else "drains"
-        back = f"add {row['url']}" if wait else f"undrain {row['id']}"
+        what = "is drained" if wait else "drains"
+        back = f"undrain {row['id']}"
         console().print(plain(f"{row['id']} {what}{busy}. Take it back: sgl-ext {back}"))
 
 

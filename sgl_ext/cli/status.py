@@ -111,6 +111,13 @@ class Figures(Struct):
     output_tokens_per_s: float | None = None
 
 
+class Failure(Struct):
+    """Requests that were refused or failed within the last minute, and why."""
+
+    reason: str
+    count: int
+
+
 class Session(Struct):
     """last_s: when its last request ended, by the node's clock. request_class, agent: what the last
     one was for, and the kind of sub-agent. harness_session: equal for a lead and its sub-agents."""
@@ -169,6 +176,7 @@ class State(Struct):
     engines: list[Engine] = []
     queue: Queue = msgspec.field(default_factory=Queue)
     recent: Figures = msgspec.field(default_factory=Figures)
+    failures: list[Failure] = []
     history: History = msgspec.field(default_factory=History)
     sessions: list[Session] = []
     pins: list[Pin] = []
@@ -194,7 +202,7 @@ def status(url: Url = HERE, key: Key = None, as_json: Json = False) -> None:
         if found.engines:
             shown.print()
             shown.print(engines_table(found.engines))
-        for line in exits(found):
+        for line in (*failures(found), *exits(found)):
             shown.print(line, soft_wrap=True)
     if found.node.status != OK:
         raise typer.Exit(DEGRADED_CODE if found.node.status == DEGRADED else 1)
@@ -206,6 +214,15 @@ def status_line(found: State) -> str:
     if node.status != DEGRADED:
         return node.status
     return f"{node.status}: {cell(node.engines_ready)} of {cell(node.engines_wanted)} engines ready"
+
+
+def failures(found: State) -> list[str]:
+    """How many requests were refused or failed within the last minute, and why, if any."""
+    if not found.failures:
+        return []
+    total = sum(each.count for each in found.failures)
+    why = "; ".join(f"{each.count:,} x {each.reason.rstrip('.')}" for each in found.failures[:3])
+    return [plain(f"{total:,} requests refused or failed in the last minute: {why}")]
 
 
 def exits(found: State) -> list[str]:

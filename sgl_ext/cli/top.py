@@ -34,6 +34,7 @@ from sgl_ext.cli.status import (
     Tenant,
     engine_row,
     exits,
+    failures,
     queue_line,
     read_state,
     status_line,
@@ -140,7 +141,7 @@ class Section(NamedTuple):
 def dashboard(found: State, url: str, note: str | None, width: int, height: int) -> RenderableType:
     """A node's state in a terminal of this size. note: what is wrong with the connection."""
     sections = [section for section in _sections(found) if section.rows]
-    ended = exits(found)[:_MOST_EXITS]
+    ended = [*failures(found), *exits(found)][:_MOST_EXITS]
     room = height - _HEAD_LINES - len(ended)
     while sections and len(sections) * (_TABLE_LINES + 1) > room:
         sections.pop()

@@ -62,7 +62,7 @@ def test_a_rolling_restart_shows_each_change_until_it_is_done(node: FakeNode, ru
         "engine-1: ready",
         "restarted: engine-0, engine-1",
     ]
-    order = {"engine": None, "model_path": None, "engine_args": None}
+    order = {"engine": None, "model": None, "model_path": None, "engine_args": None}
     assert node.asked[0] == ("POST /sgl_ext/restart", order)
 
 
@@ -82,7 +82,7 @@ def test_an_order_names_engine_model_and_flags(
     restarts(node, operation("done", ("engine-0", "ready")))
     assert run("restart", *argv)[0] == 0
     keys = ("engine", "model_path", "engine_args")
-    assert node.asked[0][1] == dict(zip(keys, order, strict=True))
+    assert node.asked[0][1] == {"model": None, **dict(zip(keys, order, strict=True))}
 
 
 def test_without_waiting_the_operation_is_only_begun(node: FakeNode, run: Run) -> None:
@@ -139,8 +139,8 @@ def test_draining_can_wait_until_the_engine_has_left(node: FakeNode, run: Run) -
     node.answers["DELETE /sgl_ext/workers"] = WORKERS["workers"][0]
     code, out, _ = run("drain", "engine-0", "--wait")
     assert code == 0
-    assert out.startswith("engine-0@box:30000 has left.")
-    assert "Take it back: sgl-ext add http://127.0.0.1:30001" in out
+    assert out.startswith("engine-0@box:30000 is drained.")
+    assert "Take it back: sgl-ext undrain engine-0@box:30000" in out
     assert next(lists, None) is None
 
 

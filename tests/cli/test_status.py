@@ -91,9 +91,14 @@ def test_a_degraded_node_says_what_is_missing_and_is_exit_code_3(node: FakeNode,
     last = {"time_s": 4649.0, "cause": "SIGKILL"}
     gone = {"id": "engine-1@box", "state": "ended", "crashes": 2, "last_exit": last}
     status = {"status": "degraded", "engines_ready": 1, "engines_wanted": 2, "now_s": 4661.0}
-    node.answers[PATH] = state_of(node=status, engines=[{"id": "engine-0@box"}, gone])
+    lost = [{"reason": "No engine is ready.", "count": 300}, {"reason": "a.", "count": 44}]
+    rows = [{"id": "engine-0@box"}, gone]
+    node.answers[PATH] = state_of(node=status, engines=rows, failures=lost)
     code, out, _ = run("status")
     assert code == 3
     assert "degraded: 1 of 2 engines ready" in out.splitlines()[1]
+    why = "300 x No engine is ready; 44 x a"
+    last_line = f"344 requests refused or failed in the last minute: {why}"
+    assert out.splitlines()[-2] == last_line
     assert out.splitlines()[-1] == "engine-1@box ended 12 s ago: SIGKILL; 2 times in all"
     assert run("status", "--json")[0] == 3

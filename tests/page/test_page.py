@@ -451,3 +451,37 @@ async def test_the_pin_budget_is_a_bar_with_what_was_declined(window: OpenWindow
             "21K of 60K tokens of the pin budget"
         )
         assert not opened.faults
+
+
+@pytest.mark.parametrize(("width", "scheme"), [(390, "dark"), (800, "light"), (1280, "dark")])
+async def test_an_outage_looks_like_one(window: OpenWindow, width: int, scheme: str) -> None:
+    engine = FakeEngine(1)
+    async with (
+        fake_node(FakeEngine(0), engine) as node,
+        window(node.url, width=width, scheme=scheme) as opened,
+    ):
+        page, services = opened.page, node.balancer._services
+        await expect(page.locator("#node")).to_have_text("serving")
+        await expect(page.locator("#failures")).to_be_hidden()
+        engine.is_ready = False
+        services.events.add("crashed", "engine-1", "SIGKILL; it restarts in 1 s")
+        for number in range(60):
+            services.events.add("limit reached", f"tenant-{number}", HOSTILE)
+        services.activity.failures.add(time.time(), "No engine is ready.")
+        await expect(page.locator("#node")).to_have_text("degraded: 1 of 2 engines ready")
+        await expect(page.locator("#now-engines")).to_have_text("1 of 2")
+        told = (
+            "1 requests refused or failed in the last minute: 1 \N{MULTIPLICATION SIGN} No engine"
+        )
+        await expect(page.locator("#failures")).to_contain_text(told)
+        rows = table(page, "Events").locator("tbody tr")
+        await expect(rows.filter(has_text="crashed")).to_contain_text("SIGKILL; it restarts in 1 s")
+        await expect(rows.filter(has_text="tenant-59")).to_contain_text("<img src=x")
+        for selector in ("#node", "#failures", '#events [data-level="error"]'):
+            assert await page.locator(selector).first.evaluate(CONTRAST) >= 4.5, selector
+        assert await page.evaluate("document.documentElement.scrollWidth <= innerWidth")
+        region = page.locator("#events").get_by_role("region", name="Events")
+        await region.focus()
+        await page.keyboard.press("End")
+        await expect(region).to_be_focused()
+        assert not opened.faults

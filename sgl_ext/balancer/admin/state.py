@@ -36,6 +36,7 @@ from sgl_ext.balancer.reporting.activity import (
     programs_of,
     searched,
 )
+from sgl_ext.balancer.reporting.failures import last_minute
 from sgl_ext.balancer.routing.worker import Worker
 from sgl_ext.doctor.report import add_advice
 from sgl_ext.protocols import routes
@@ -67,6 +68,7 @@ def part(services: Services, now_s: float) -> dict[str, Any]:
             worker.id: services.hit_rates.recent(worker.id) for worker in services.workers.all
         },
         "saved_bytes": services.metrics.saved_bytes.counts[()],
+        "failures": services.activity.failures.as_json(),
     }
 
 
@@ -105,6 +107,7 @@ def document(
         ],
         "models": _models(services, parts),
         "queue": _queue(parts),
+        "failures": last_minute((each.get("failures", ()) for each in parts), now_s),
         "recent": activity["history"].pop("recent"),
         "history": activity["history"],
         "programs": programs[:SHOWN_PROGRAMS],

@@ -118,6 +118,10 @@ class Metrics(Page):
             "Requests that another model's engines took, as their own model had none that was "
             "ready.",
         )
+        self.failed_requests = counter(
+            "failed_requests{reason}",
+            "Requests that were refused (429, 5xx), failed or cut, by what clients were told.",
+        )
         self.placements = counter(
             "placements{reason}", "Requests sent to a worker, by the reason for its choice."
         )

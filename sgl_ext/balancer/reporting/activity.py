@@ -16,6 +16,7 @@ from math import ceil, log
 from typing import Any
 
 from sgl_ext.balancer.metrics.instruments import Labels, Tables
+from sgl_ext.balancer.reporting.failures import Failures
 from sgl_ext.reading.client import NO_FACTS, OF_NO_AGENT, OF_SUBAGENTS, SDK, UNKNOWN, ClientFacts
 from sgl_ext.reading.usage import Usage
 
@@ -162,6 +163,7 @@ class Activity:
 
     def __init__(self, started_s: float) -> None:
         self.history = History(started_s)
+        self.failures = Failures()
         self._sessions: dict[int, _Session] = {}
         self._tenants: dict[str, _Totals] = {}
 

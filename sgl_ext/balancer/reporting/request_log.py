@@ -60,6 +60,7 @@ from scheduler.placement import PlacementRequest, WorkerView, score_all
 from sgl_ext.balancer.metrics.registry import Metrics
 from sgl_ext.balancer.reporting.activity import Activity
 from sgl_ext.balancer.reporting.diagnosis import Detector, PromptDiagnosis
+from sgl_ext.balancer.reporting.failures import reason_of
 from sgl_ext.balancer.routing.routing_request import RoutingRequest
 from sgl_ext.balancer.routing.worker import Attempt
 from sgl_ext.doctor.report import version_sentence
@@ -645,6 +646,9 @@ class RequestLog:
         if session is not None and ended.outcome in _LOST:
             about = ended.worker or "", ended.prompt_tokens, ended.facts, ended.session
             self._activity.add_error(ended.time_s, ended.tenant, session, *about)
+        if (reason := reason_of(ended.status, ended.outcome, ended.error)) is not None:
+            counted = self._activity.failures.add(ended.time_s, reason)
+            self._metrics.failed_requests.counts[(counted,)] += 1
         if self._lines is not None:
             self._lines.add(as_line(ended))
         else:

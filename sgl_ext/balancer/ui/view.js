@@ -287,6 +287,10 @@ export class View {
     setText(byId("now-limit"), `waiting, of ${count(queue.limit)} at most`);
     setText(byId("now-engines"), `${ready} of ${wanted}`);
     setText(byId("now-uptime"), `ready; up ${span(node.now_s - node.started_s)}`);
+    const failed = state.failures.reduce((sum, each) => sum + each.count, 0);
+    const why = state.failures.slice(0, 3).map((each) => `${count(each.count)} × ${each.reason}`).join(" ");
+    byId("failures").hidden = !failed;
+    setText(byId("failures"), failed ? `${count(failed)} requests refused or failed in the last minute: ${why}` : "");
     for (const chart of charts) chart.show(history);
     this.engines.show(state.engines, state.engines.length);
     const events = [...state.events].reverse();
