@@ -6,6 +6,7 @@ drafts come from the host and need no KV cache of their own. What SGLang asks of
 """
 
 from collections.abc import Sequence
+from contextlib import suppress
 from typing import Any
 
 from sgl_ext.engine import sglang_api
@@ -34,8 +35,12 @@ def draft_flags(argv: Sequence[str], settings: EngineSettings) -> tuple[str, ...
 
 
 def register() -> None:
-    """Makes `--speculative-algorithm` know the name. Raises ValueError if it does already."""
+    """Makes `--speculative-algorithm` know the name. Can be called again, as a child that was
+    forked does."""
     built_in = sglang_api.SpeculativeAlgorithm
+    with suppress(ValueError):
+        built_in.from_string(ALGORITHM)
+        return
 
     class ContextDrafts(sglang_api.CustomSpecAlgo):  # type: ignore[misc]  # sglang is untyped
         """Drafts from context, as SGLang's other code sees them."""
