@@ -255,10 +255,10 @@ def test_a_smaller_budget_releases_the_least_valuable_pins_on_every_rank_alike(
 
 @default_and_two_ranks
 def test_time_ends_a_pin_of_an_idle_engine_and_a_read_renews_it(engine: Pinning) -> None:
-    body = marked(60, ttl="4s")
+    body = marked(60, ttl="600s")
     engine.usage(body)
-    engine.has_pinned(1)
-    until(lambda: engine.pins()[0]["left_s"] < 3)
+    left_s = engine.has_pinned(1)[0]["left_s"]
+    until(lambda: engine.pins()[0]["left_s"] < left_s - 0.5)
     left_s = engine.pins()[0]["left_s"]
     ends_s = time.monotonic() + left_s  # or somewhat sooner
     del body["system"][0]["cache_control"]
@@ -266,8 +266,12 @@ def test_time_ends_a_pin_of_an_idle_engine_and_a_read_renews_it(engine: Pinning)
     until(lambda: engine.pins()[0]["hits"] == 1)
     asked_s = time.monotonic()
     assert asked_s + engine.pins()[0]["left_s"] > ends_s
+    expired = 'sgl_ext_pins_ended_total{reason="expired"}'
+    before = engine.counted(expired)
+    engine.usage(marked(70, ttl="1s"))
     lines = len(engine.watch.lines)
-    engine.has_pinned(0)
+    until(lambda: engine.counted(expired) > before)
+    assert [pin["ttl_s"] for pin in engine.has_pinned(1)] == [600.0]
     assert all(line.get("load", {}).get("running", 0) == 0 for line in engine.watch.lines[lines:])
 
 
