@@ -1,8 +1,8 @@
 """The API key file: which tenant a key belongs to, and the limits of each tenant.
 
     [tenants.alice]                     # optional: without it there are no limits
-    requests_per_minute = 60
-    tokens_per_minute = 200000          # prompt tokens that are computed, and output tokens
+    requests-per-minute = 60
+    tokens-per-minute = 200000          # prompt tokens that are computed, and output tokens
     admin = false                       # true: may administer and act for other tenants
 
     [keys.3fa1b2c4]                     # the name to revoke it by; the file has only the key's hash
@@ -10,9 +10,9 @@
     sha256 = "..."
     created = 2026-01-31T12:00:00Z
     expires = 2027-01-31T12:00:00Z      # optional, as are the following: from then on it is refused
-    requests_at_once = 8
-    requests_per_month = 10000          # its budget, for each month of UTC
-    tokens_per_month = 50000000         # as tokens_per_minute
+    requests-at-once = 8
+    requests-per-month = 10000          # its budget, for each month of UTC
+    tokens-per-month = 50000000         # as tokens-per-minute
 
 A key is 256 random bits, so its hash cannot be reversed by guessing, and one fast round of
 SHA-256 is enough; slow hashes are for passwords that people choose. A key is looked up by
