@@ -68,6 +68,8 @@ class ResolvedArgs(Protocol):
     enable_priority_scheduling: bool
     enable_streaming_session: bool
     enable_watermark: bool
+    enable_prefill_delayer: bool
+    sleep_on_idle: bool
     encoder_only: bool
     grammar_backend: str | None
     grpc_mode: bool

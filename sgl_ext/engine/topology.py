@@ -93,6 +93,13 @@ def _has_parts(facts: Facts) -> bool:
     return (has_windows and not _is_pure_swa(facts.model)) or facts.has_states
 
 
+def _has_sparse_index(facts: Facts) -> bool:
+    """Whether attention chooses what it reads by an index of its own, as DeepSeek's DSA does."""
+    config = None if facts.model is None else facts.model.hf_config
+    text = getattr(config, "text_config", None)
+    return any(getattr(one, "index_topk", None) is not None for one in (config, text))
+
+
 def _has_storage(facts: Facts) -> bool:
     args = facts.args
     return args.enable_hierarchical_cache and args.hicache_storage_backend is not None
@@ -188,6 +195,17 @@ REFUSED = (
         ),
         "FlexKV, and SGLang's radix cache for models with sliding windows in all layers, have no "
         "host pool; leave it out",
+    ),
+    Rule(
+        "HiCache of untested SGLang",
+        "--enable-hierarchical-cache",
+        lambda facts: (
+            facts.args.enable_hierarchical_cache
+            and not is_tested(facts.sglang)
+            and (facts.has_states or _has_sparse_index(facts))
+        ),
+        "versions of SGLang have lost the index or the states of such a model on their way to host "
+        "memory and back, which changes answers, and this version is not tested; leave it out",
     ),
     Rule(
         "shared tier of sliding windows or states",
@@ -332,6 +350,14 @@ DEGRADED = (
         "--enable-streaming-session",
         lambda facts: facts.args.enable_streaming_session,
         "requests of SGLang's sessions are neither pinned nor published, and share no prefill",
+    ),
+    Rule(
+        "delayed prefills of sleeping ranks",
+        "--enable-prefill-delayer, --sleep-on-idle",
+        lambda facts: facts.args.enable_prefill_delayer and facts.args.sleep_on_idle,
+        "a prefill waits until all ranks have taken part --prefill-delayer-max-delay-passes times, "
+        "and an idle rank that sleeps does so once a second: 30 s by SGLang's default; leave one "
+        "of them out",
     ),
     Rule(
         "memory saver",

@@ -15,9 +15,13 @@ from tests.engine.scheduler.test_event_publisher import Engine, running_engine
 from tests.kinds import slow_but_for
 from tests.waiting import HANG_S, until
 
+ATTENTION = ("--tp-size", "2", "--attn-dp-size", "2")
 KINDS = {
     "replicas": ("--dp-size", "2"),
-    "attention": ("--tp-size", "2", "--attn-dp-size", "2"),
+    "attention": ATTENTION,
+    "local control": (*ATTENTION, "--enable-dp-attention-local-control-broadcast"),
+    # Tests' engines sleep while they are idle.
+    "delayed": (*ATTENTION, "--enable-prefill-delayer", "--prefill-delayer-max-delay-passes", "1"),
 }
 TEXT = "The agent reads a file and then writes what it found. " * 20
 

@@ -42,6 +42,8 @@ PLAIN = {
     "enable_priority_scheduling": True,
     "enable_streaming_session": False,
     "enable_watermark": False,
+    "enable_prefill_delayer": False,
+    "sleep_on_idle": False,
     "encoder_only": False,
     "grpc_mode": False,
     "grpc_port": None,
@@ -139,6 +141,10 @@ CASES = [
     ("no tokenizer", facts(skip_tokenizer_init=True)),
     ("embedding and reward models", facts(model(is_generation=False))),
     ("streaming sessions", facts(enable_streaming_session=True)),
+    (
+        "delayed prefills of sleeping ranks",
+        facts(enable_prefill_delayer=True, sleep_on_idle=True),
+    ),
     ("memory saver", facts(enable_memory_saver=True)),
     ("multimodal models", facts(model(is_multimodal=True))),
     (
@@ -187,6 +193,27 @@ def test_a_cache_without_a_host_pool_is_refused_one(without: Facts) -> None:
     )
 
 
+SPARSE = SimpleNamespace(model_type="glm", index_topk=2048)
+HOST, HOST_FLAG = {"enable_hierarchical_cache": True}, "--enable-hierarchical-cache"
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        {"of": model(), "has_states": True},
+        {"of": model(hf_config=SPARSE)},
+        {"of": model(hf_config=SimpleNamespace(model_type="glm", text_config=SPARSE))},
+    ],
+    ids=["states", "sparse", "sparse text"],
+)
+def test_an_untested_sglang_copies_no_index_and_no_states_to_the_host(case: dict[str, Any]) -> None:
+    of, states = case["of"], case.get("has_states", False)
+    (rule,) = topology.refused(facts(of, has_states=states, sglang="99.0", **HOST))
+    assert (rule.feature, rule.flag) == ("HiCache of untested SGLang", HOST_FLAG)
+    assert not topology.refused(facts(of, has_states=states, **HOST))
+    assert not topology.refused(facts(of, has_states=states, sglang="99.0"))
+
+
 def sharing(flags: dict[str, Any], *of_model: Any, **has: Any) -> Facts:
     """An engine with a shared tier."""
     _, backend, _, extra, *_ = tier_flags(1 << 30)
@@ -220,7 +247,7 @@ def test_drafts_are_refused_across_engines_and_stages(changed: dict[str, Any]) -
 
 def test_each_rule_has_a_case() -> None:
     pairs = {"PD disaggregation with data parallelism", "HiCache with another cache"}
-    pairs |= {"shared tier of sliding windows or states"}
+    pairs |= {"shared tier of sliding windows or states", "HiCache of untested SGLang"}
     cases = {feature for feature, _ in CASES}
     assert cases | pairs == {rule.feature for rule in REFUSED + DEGRADED}
 
