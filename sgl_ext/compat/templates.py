@@ -48,7 +48,7 @@ from sgl_ext.engine.core.counters import counter
 from sgl_ext.engine.core.request_context import RequestContext, current, entered
 from sgl_ext.engine.http.extension import installed
 from sgl_ext.engine.http.rendering import collecting
-from sgl_ext.engine.sglang_http_types import ServingChat
+from sgl_ext.engine.sglang_http_types import ServingChat, TokenizerManager
 from sgl_ext.engine.sglang_types import Original
 from sgl_ext.protocols.routes import TEMPLATE
 
@@ -198,8 +198,6 @@ def log_template(app: Any) -> None:
     """Writes into the log what the template does, once SGLang's front end is there."""
     chat = getattr(app.state, "openai_serving_chat", None)
     responses = getattr(app.state, "openai_serving_responses", None)
-    if chat is not None:
-        check_template(chat)
     for front_end in (chat, responses):
         if front_end is not None:
             make_plan(front_end)
@@ -207,11 +205,11 @@ def log_template(app: Any) -> None:
     _logger.info("chat template: %s", "; ".join(f"{name}: {fact}" for name, fact in facts.items()))
 
 
-def check_template(chat: ServingChat) -> None:
+def check_template(manager: TokenizerManager, template_manager: Any) -> None:
     """Raises ValueError for a chat template that is no template: each chat would end in an error.
-    The start ends in it."""
-    source = getattr(chat.tokenizer_manager.tokenizer, "chat_template", None)
-    if not isinstance(source, str) or _is_no_template(chat):
+    Call it before the server starts, which then ends."""
+    source = getattr(manager.tokenizer, "chat_template", None)
+    if not isinstance(source, str) or template_manager.chat_template_name is not None:
         return
     from jinja2 import TemplateSyntaxError
 

@@ -10,7 +10,7 @@ from starlette.datastructures import Headers
 
 from sgl_ext.compat import errors, openai_answers, window
 from sgl_ext.compat.errors import EngineError
-from sgl_ext.compat.templates import log_template, template_route
+from sgl_ext.compat.templates import check_template, log_template, template_route
 from sgl_ext.engine import sglang_api, sglang_check, topology
 from sgl_ext.engine.arguments import caches, in_effect
 from sgl_ext.engine.core.counters import background_failed, counter
@@ -45,8 +45,16 @@ _REMOTE = "its ranks on other nodes keep pin, aging and preemption settings"
 _ENDING = "This engine is shutting down."
 
 
-def extend(server_args: ServerArgs, *_: Any, **__: Any) -> None:
+def extend(
+    server_args: ServerArgs,
+    tokenizer_manager: TokenizerManager | None = None,
+    template_manager: Any = None,
+    *_: Any,
+    **__: Any,
+) -> None:
     """Before SGLang's HTTP server runs."""
+    if tokenizer_manager is not None:
+        check_template(tokenizer_manager, template_manager)
     args, app = in_effect(), sglang_api.app
     ranks = caches(args)
     extension = HttpExtension(EngineSettings.from_environment(), ranks)

@@ -28,7 +28,6 @@ from sgl_ext.compat.templates import (
 )
 from sgl_ext.engine.core.request_context import current
 from sgl_ext.protocols.routes import TEMPLATE
-from tests.compat.front_end import FrontEnd
 
 PLAIN = "{% for m in messages %}[{{ m.role }}]{{ m.content }}{% endfor %}"
 THINKS = "{% for m in messages %}[{{ m.role }}]{{ m.reasoning_content }}{{ m.content }}{% endfor %}"
@@ -143,7 +142,12 @@ def test_a_folder_s_template_is_shown_without_an_engine(
 
 
 def test_a_template_that_is_none_ends_the_start() -> None:
-    broken = FrontEnd("{% for message in messages %}\n{{ message.content", fits=False)
+    manager = SimpleNamespace(
+        tokenizer=SimpleNamespace(chat_template="{% for m in messages %}\n{{")
+    )
+    templates = SimpleNamespace(chat_template_name=None)
     with pytest.raises(ValueError, match=r"^the model's chat template cannot be read: line 2: "):
-        check_template(broken.chat)
-    check_template(FrontEnd("{{ messages }}", fits=False).chat)
+        check_template(manager, templates)
+    check_template(manager, SimpleNamespace(chat_template_name="chatml"))
+    manager.tokenizer.chat_template = "{{ messages }}"
+    check_template(manager, templates)

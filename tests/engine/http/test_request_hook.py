@@ -55,6 +55,18 @@ async def test_a_header_is_stripped_once_and_the_body_is_parsed_once() -> None:
     assert request.parses == 1
 
 
+@pytest.mark.parametrize("stated", ["gzip", "br, identity", "identity,zstd"])
+async def test_a_compressed_body_is_refused_by_name(stated: str) -> None:
+    request = Request({}, headers={"content-encoding": stated})
+    with pytest.raises(HTTPException) as refused:
+        await request_hook.read_body(Request.json, request)
+    assert refused.value.status_code == 415
+    coding = stated.replace("identity", "").strip(", ")
+    assert str(refused.value.detail).startswith(f"content-encoding: {coding!r} is read by")
+    plain = Request({"system": S}, headers={"content-encoding": "identity"})
+    assert await request_hook.read_body(Request.json, plain) == {"system": S}
+
+
 async def test_what_the_client_says_about_itself_is_in_the_context() -> None:
     headers = {"x-claude-code-session-id": "s", "x-claude-code-agent-type": "Explore"}
     document = {"system": f"{HEADER[:-1]}; cc_is_subagent=true;\n{S}"}
