@@ -28,10 +28,17 @@ Answer = Callable[[web.Request], Awaitable[web.StreamResponse]]
 class Engine:
     """An HTTP server that answers as its test says, and keeps what it was sent."""
 
-    def __init__(self, name: str, answer: Answer | None = None, model: str = "") -> None:
-        """model: the one that it states; "": it states none."""
+    def __init__(
+        self,
+        name: str,
+        answer: Answer | None = None,
+        model: str = "",
+        adapters: tuple[str, ...] = (),
+    ) -> None:
+        """model: the one that it states; "": it states none. adapters: those that are loaded."""
         self.name = name
         self.model = model
+        self.adapters = adapters
         self.seen: list[tuple[str, bytes, Any]] = []
         self.server: TestServer | None = None
         self.events: list[asyncio.Queue[bytes]] = []
@@ -63,7 +70,9 @@ class Engine:
             return web.Response(status=404)
         if request.headers.get("x-sgl-ext-purpose") == "probe":  # nor about its model
             if self.model:
-                return web.json_response({"data": [{"id": self.model, "max_model_len": 1000}]})
+                cards: list[dict[str, Any]] = [{"id": self.model, "max_model_len": 1000}]
+                cards += [{"id": name, "parent": self.model} for name in self.adapters]
+                return web.json_response({"data": cards})
             return web.Response(status=404)
         self.seen.append((request.path_qs, await request.read(), request.headers))
         if self.answer is None:

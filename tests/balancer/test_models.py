@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 from typing import Any
 
 import pytest
@@ -123,6 +124,16 @@ async def metrics(client: ClientSession) -> str:
     return await (await client.get("/metrics")).text()
 
 
+async def test_a_fallback_of_responses_gets_its_own_name(start: Start) -> None:
+    small = Engine("b", model="small")
+    client = await start(small, served=(ServedModel("large", "small"), ServedModel("small")))
+    body = {"model": "large", "input": "Hello", "store": False}
+    async with client.post("/v1/responses", json=body) as answer:
+        assert (answer.status, answer.headers["x-sgl-ext-model"]) == (200, "small")
+    assert json.loads(small.seen[-1][1])["model"] == "small"
+    assert "sgl_ext_model_fallbacks_total{" in await metrics(client)
+
+
 @pytest.mark.parametrize("fallback", ["small", ""])
 async def test_a_fallback_answers_for_a_model_without_an_engine(
     fallback: str, start: Start
@@ -141,3 +152,24 @@ async def test_a_fallback_answers_for_a_model_without_an_engine(
         "x-sgl-ext-model"
         not in (await client.post(MESSAGES, json={**body, "model": "small"})).headers
     )
+
+
+async def test_an_engine_gets_the_name_that_it_knows(start: Start) -> None:
+    """SGLang takes adapters as MODEL:ADAPTER, and refuses unknown names of responses."""
+    small = Engine("b", model="small", adapters=("sql",))
+    aliases = (Alias("db", "sql"), *ALIASES)
+    client = await start(Engine("a", model="large"), small, aliases=aliases)
+    for path, name, known in (
+        (CHAT, "sql", "small:sql"),
+        (MESSAGES, "db", "small:sql"),
+        (CHAT, "small:sql", "small:sql"),
+        (CHAT, "fast", "fast"),
+        ("/v1/responses", "fast", "small"),
+        ("/v1/responses", "claude-haiku-9", "small"),
+        ("/v1/responses", "small", "small"),
+    ):
+        assert await engine_of(client, name, path) == "b"
+        assert json.loads(small.seen[-1][1])["model"] == known
+    listed = (await (await client.get("/v1/models")).json())["data"]
+    assert [one["id"] for one in listed] == ["large", "small", "sql", "db", "fast"]
+    assert [one["parent"] for one in listed] == [None, None, "small", "small", "small"]

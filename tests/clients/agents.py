@@ -31,7 +31,8 @@ def assert_read_from_cache(turns: Sequence[Turn], *, requests: int) -> None:
 class Project:
     """A folder that Claude Code works in, and the home of the person who works there.
 
-    `extra` is laid over the body of every request, and `key` is sent as Anthropic's.
+    `extra` is laid over the body of every request, and `key` is sent as Anthropic's. `variables`
+    are set besides the usual ones.
     """
 
     claude: Path
@@ -41,6 +42,7 @@ class Project:
     extra: Mapping[str, Any] = field(default_factory=dict)
     output_tokens: int = 64
     key: str = "any"
+    variables: Mapping[str, str] = field(default_factory=dict)
 
     def run(self, prompt: str, *flags: str, **extra: Any) -> list[dict[str, Any]]:
         """Runs `claude -p`, and returns the events of its session; the last one is the result."""
@@ -54,6 +56,7 @@ class Project:
             "CLAUDE_CODE_DISABLE_NONESSENTIAL_TRAFFIC": "1",
             "CLAUDE_CODE_GATEWAY_HINT_HEADERS": "1",
             "CLAUDE_CODE_MAX_OUTPUT_TOKENS": str(self.output_tokens),
+            **self.variables,
         }
         if body := extra or self.extra:
             environment["CLAUDE_CODE_EXTRA_BODY"] = json.dumps(body)

@@ -57,7 +57,7 @@ from sgl_ext.balancer.relay.preparation import (
     plan_of,
     prepare,
 )
-from sgl_ext.balancer.relay.reading import Reading, without_usage
+from sgl_ext.balancer.relay.reading import Reading, with_model, without_usage
 from sgl_ext.balancer.relay.resends import MAX_SENT_BYTES, NO_CLIENT, resend_key
 from sgl_ext.balancer.relay.services import Services
 from sgl_ext.balancer.reporting.request_log import (
@@ -84,6 +84,7 @@ from sgl_ext.protocols.errors import (
     shutting_down,
 )
 from sgl_ext.protocols.request_ids import id_line, lines_of_new, new_request_id, new_trace_id
+from sgl_ext.protocols.responses import RESPONSES
 from sgl_ext.reading.usage import Usage, read_items, read_usage
 from sgl_ext.wire.headers import (
     MODEL_HEADER,
@@ -441,7 +442,20 @@ class Exchange:
                     self._spans.read(reading.model)
                 if plan.runs and self._is_answered_by_earlier():
                     return  # the same request, sent earlier, answers
+                is_checked = reading.path in RESPONSES.paths
+                name = services.models.name_for_engine(reading.model, is_checked=is_checked)
+                meant = None
+                if name is not None:
+                    meant = services.models.find(reading.model)
+                    self._request.body = body = with_model(body, name)
+                    reading = await self._done(
+                        services.bodies.read(head.tenant, plan, body, None, self._turns)
+                    )
                 preparation = prepare(services, self._request, plan, reading, self._turns)
+                pool = preparation.pool
+                if meant is not None and pool is not None and pool is not meant:
+                    services.models.count_fallback(meant, pool)
+                    preparation = structs.replace(preparation, falls_back=True)
             elif head.route is not None:
                 self._is_listed = services.models.lists(head.path)
             self._preparation = preparation = self._way.check(preparation)

@@ -329,6 +329,14 @@ def parse_json(body: bytes | bytearray) -> Any:
         raise BalancerError(HTTPStatus.BAD_REQUEST, f"body: not valid JSON: {error}") from None
 
 
+def with_model(body: bytes | bytearray, name: str) -> bytes:
+    """A body that was read, with another name of its model."""
+    try:
+        return orjson.dumps({**orjson.loads(body), "model": name})
+    except TypeError:
+        raise BalancerError(HTTPStatus.BAD_REQUEST, "body: is nested too deeply") from None
+
+
 def read_registration(body: bytes | bytearray) -> tuple[Json, bytes]:
     """A context that a client registers: what it is, and its items. Raises BalancerError 400."""
     return contexts.read_registration(parse_json(body))

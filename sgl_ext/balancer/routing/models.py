@@ -117,7 +117,7 @@ class Models(Collector):
         self.aliases, self.fallbacks = aliases, fallbacks
         for pool in self.all:
             pool.fallback = fallbacks.get(pool.name, "")
-        self._found.clear()
+        self._forget_names()
 
     @property
     def is_strict(self) -> bool:
@@ -178,6 +178,24 @@ class Models(Collector):
                 return self._exact(target)
         return None if self.is_strict else self.default
 
+    def name_for_engine(self, name: object, *, is_checked: bool) -> str | None:
+        """The name that a request must have at its engine in place of this one; None: this one.
+
+        SGLang takes an adapter as MODEL:ADAPTER, and a name without an adapter as that of its
+        model. is_checked: but for one protocol, where it refuses other names.
+        """
+        if not self._may_rename or not isinstance(name, str) or (pool := self.find(name)) is None:
+            return None
+        meant = name
+        if self._exact(name) is None:
+            patterns = (of for each, of in self.aliases.items() if fnmatchcase(name, each))
+            meant = self.aliases.get(name) or next(patterns, name)
+        if (other := self._fallback_of(pool)) is not None:
+            return other.name if is_checked else None
+        if meant in pool.adapters and meant != pool.name:
+            return f"{pool.name}:{meant}"
+        return pool.name if is_checked and meant == pool.name != name else None
+
     def _exact(self, name: str) -> ModelPool | None:
         """The pool with this name, or with this adapter."""
         pool = self._by_name.get(name)
@@ -197,13 +215,18 @@ class Models(Collector):
 
     def serving(self, pool: ModelPool) -> ModelPool:
         """The model itself, or its fallback while only that has a ready engine."""
-        if not pool.fallback or pool.router.any_available():
+        other = self._fallback_of(pool)
+        if other is None:
             return pool
-        other = self._exact(pool.fallback)
-        if other is None or not other.router.any_available():
-            return pool
-        self._count_fallback(pool, other)
+        self.count_fallback(pool, other)
         return other
+
+    def _fallback_of(self, pool: ModelPool) -> ModelPool | None:
+        """The fallback that answers now; None if the model itself does, or none is ready."""
+        if not pool.fallback or pool.router.any_available():
+            return None
+        other = self._exact(pool.fallback)
+        return other if other is not None and other.router.any_available() else None
 
     def instead_of(self, pool: ModelPool) -> ModelPool | None:
         """The model that takes a request for which the other has no engine any more; None if it is
@@ -214,10 +237,11 @@ class Models(Collector):
             other = self.default
         if other is None or other is pool or not other.router.may_wait():
             return None
-        self._count_fallback(pool, other)
+        self.count_fallback(pool, other)
         return other
 
-    def _count_fallback(self, pool: ModelPool, other: ModelPool) -> None:
+    def count_fallback(self, pool: ModelPool, other: ModelPool) -> None:
+        """A request of one model is answered by another."""
         self.metrics.model_fallbacks.counts[pool.name, other.name] += 1
 
     def _unknown(self, name: object) -> BalancerError:
@@ -262,7 +286,12 @@ class Models(Collector):
             there = (pool for pool in self.all if pool.workers.all)
             if not any(not w.draining for w in self.default.workers.all):
                 self.default = next(taking, None) or next(there, self.default)
+        self._forget_names()
+
+    def _forget_names(self) -> None:
         self._found.clear()
+        has_names = bool(self.aliases or self.fallbacks)
+        self._may_rename = has_names or any(w.stated.adapters for w in self.workers.all)
 
     def _pool_for(self, worker: Worker) -> ModelPool | None:
         """The pool of the model that a worker serves; None if there are too many."""
