@@ -3,8 +3,8 @@
 GET    /sgl_ext/workers                         every worker and its state, and every source
 POST   /sgl_ext/workers  {"url": "http://..."}  adds a worker, or ends its draining; with
                                                 "wait": false one that is new must answer now
-DELETE /sgl_ext/workers?url=http://...          drains a worker: it gets no new requests and
-                                                leaves after its last one; also ?id=...
+DELETE /sgl_ext/workers?url=http://...          drains a worker: it gets no new requests, and
+                                                is drained after its last one; also ?id=...
 GET    /v1/pins                                 the pinned prefixes of every engine, with its id
                                                 and its data-parallel rank
 DELETE /v1/pins?prefix=HASH                     deletes pins at every engine; also ?session=ID; with
