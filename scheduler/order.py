@@ -10,8 +10,10 @@ each was given recently, as in the virtual token counter (Sheng et al., 2024):
 
     virtual time of a tenant = tokens given to it / its weight
 
-The next request is the cheapest of the tenant with the least virtual time, and it advances that
-time by cost / weight. The cheapest first makes the mean wait shortest (Smith, 1956). A request that
+The next request is the first of the tenant with the least virtual time, and it advances that
+time by cost / weight. Of a tenant's requests the one that is due first goes first, then the
+cheapest: a deadline orders a tenant's own work, and takes no other tenant's turn. The cheapest
+first makes the mean wait shortest (Smith, 1956). A request that
 goes earlier for another reason counts for its tenant all the same, because it will have been
 served by then. So serving the first request, counting it and sorting the rest again gives the same
 order. From equal virtual times, while two tenants both have requests in a window, the tokens they
@@ -71,12 +73,19 @@ class Waiting(NamedTuple):
     priority: higher is more important.
     cost_tokens: its expected work: the uncached tokens of its prompt, of those that are loaded a
         share, and its output.
+    due_s: when its answer is due; inf if nobody says.
     """
 
     priority: int
     arrived_s: float
     cost_tokens: int
     tenant: str = ""
+    due_s: float = inf
+
+
+def due_at(arrived_s: float, due_s: float | None) -> float:
+    """When an answer is due. due_s: how long after the arrival, None if nobody says."""
+    return inf if due_s is None else arrived_s + due_s
 
 
 def step(priority: int, waited_s: float, aging_s: float) -> int:
@@ -112,8 +121,8 @@ def in_order(
     aging_s: 0 or inf turns aging off. window_s: `aging_s` if it is shorter than that.
     served: the tokens that each tenant was given recently; 0 for a missing tenant.
     weights: each tenant's share relative to the others, above 0; 1 for a missing tenant.
-    Of a tenant, window and priority the cheapest goes first, then the earliest, then the lowest
-    position.
+    Of a tenant, window and priority what is due first goes first, then the cheapest, then the
+    earliest, then the lowest position.
     """
     groups: dict[tuple[int, int], list[int]] = {}
     for position, request in enumerate(waiting):
@@ -145,7 +154,7 @@ def _in_turns(
     for position in positions:
         queues.setdefault(waiting[position].tenant, []).append(position)
     for queue in queues.values():  # the next request is last, and popped
-        queue.sort(key=lambda p: (waiting[p].cost_tokens, waiting[p].arrived_s, p), reverse=True)
+        queue.sort(key=lambda p: (*_rank(waiting[p]), p), reverse=True)
 
     def turn(tenant: str) -> tuple[float, float, int]:
         position = queues[tenant][-1]
@@ -165,6 +174,10 @@ def _in_turns(
         else:
             heappop(turns)
     return order
+
+
+def _rank(request: Waiting) -> tuple[float, int, float]:
+    return request.due_s, request.cost_tokens, request.arrived_s
 
 
 class Served:

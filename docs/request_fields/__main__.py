@@ -46,6 +46,7 @@ listed.
 | refused | an error with status 400, which names the field |
 | harmless | nothing acts on it, and the answer means the same |
 """
+_HINTS = (Path(__file__).parent / "hints.txt").read_text()
 _AS_USUAL = (ACTS, COUNTED)
 _SHOWN = {ELSEWHERE: "balancer", COUNTED: "counted", REFUSED: "refused"}
 _ABOUT_TYPES = re.compile(r"^Beta|_?20\d{6}|(Param)+$")
@@ -63,7 +64,7 @@ def read_schemas(openai_python: str | None = None) -> dict[str, dict[str, Any]]:
 
 async def page(found: dict[str, dict[str, Any]]) -> str:
     """The page's text."""
-    observer, parts = Observer(), [_HEAD]
+    observer, parts = Observer(), [_HEAD, _HINTS]
     for sdk, about in found.items():
         for path, document in about["schemas"].items():
             states = await states_of(observer, path, document, Notes(path))

@@ -1,5 +1,7 @@
 """The sender of a request: its session and tenant, and what its client says about itself."""
 
+import base64
+import binascii
 import re
 from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple
@@ -18,6 +20,7 @@ SESSION_HEADERS = (
     "session-id",
     "session_id",
     "x-session-id",
+    "x-dynamo-session-id",
 )
 # A harness has one id for all its agents; these tell its sub-agents apart.
 AGENT_HEADERS = ("x-claude-code-agent-id", "thread-id")
@@ -27,7 +30,10 @@ _OF_LEADS = ("main", "compaction")
 # A name that a log holds as it is.
 _SHOWN = re.compile(r"[!-~]([ -~]{0,126}[!-~])?")
 FINAL_HEADER = "x-sgl-ext-session-final"
+# Hermes' agents state theirs as one JSON object in base64url.
+AGENT_HINT_HEADER = "x-agent-hint"
 _HINTS = (
+    AGENT_HINT_HEADER,
     *SESSION_HEADERS,
     *AGENT_HEADERS,
     CLASS_HEADER,
@@ -123,7 +129,63 @@ def shown_name(stated: str, tenant: str, *, hashes: bool) -> str:
 
 def hints_of(fields: Mapping[bytes, bytes]) -> dict[str, str]:
     """The headers that are hints, from a request's raw headers; names in lower case."""
-    return {name: fields[raw].decode("latin-1") for raw, name in _RAW.items() if raw in fields}
+    found = {name: fields[raw].decode("latin-1") for raw, name in _RAW.items() if raw in fields}
+    return with_agent_hint(found) if AGENT_HINT_HEADER in found else found
+
+
+# Hermes' `X-Agent-Hint`: what it says, as the headers that mean the same. Those have precedence.
+#
+#     session, session_id        x-session-id
+#     state, lifecycle_state     x-sgl-ext-session-final, if the state is one of _ENDED
+#     soft_priority              x-dynamo-request-priority
+#     pin, interval_ms           a lease on the whole prompt, for the interval if one is stated
+#
+# Its other fields are read by nobody: the balancer counts calls and measures gaps itself.
+
+_ENDED = ("completed", "done", "ended", "final", "finished", "terminated")
+_MOST_HINT_BYTES = 4096
+
+
+def with_agent_hint(headers: Mapping[str, str]) -> dict[str, str]:
+    """The headers, with those that an agent hint stands for. Never raises."""
+    hint = _agent_hint(headers.get(AGENT_HINT_HEADER, "")) or {}
+    added: dict[str, str] = {}
+    session = hint.get("session", hint.get("session_id"))
+    is_named = isinstance(session, str) and _WORD.fullmatch(session) is not None
+    if is_named and not any(headers.get(name) for name in SESSION_HEADERS):
+        added["x-session-id"] = session
+    if hint.get("state", hint.get("lifecycle_state")) in _ENDED and FINAL_HEADER not in headers:
+        added[FINAL_HEADER] = "1"
+    priority = hint.get("soft_priority")
+    if type(priority) is int and not any(headers.get(name) for name in PRIORITY_HEADERS):
+        added[PRIORITY_HEADERS[-1]] = str(priority)
+    return {**headers, **added}
+
+
+def stated_lease_s(headers: Mapping[str, str]) -> float | None:
+    """How long an agent hint wants its prompt kept: None for as long as is usual, 0 if it does not
+    want that."""
+    if AGENT_HINT_HEADER not in headers:
+        return 0.0
+    hint = _agent_hint(headers[AGENT_HINT_HEADER]) or {}
+    if hint.get("pin") is not True:
+        return 0.0
+    interval_ms = hint.get("interval_ms")
+    if type(interval_ms) is not int or not 0 < interval_ms <= _DAY_MS:
+        return None
+    return interval_ms / 1000
+
+
+def _agent_hint(stated: str) -> Mapping[str, Any] | None:
+    """What an agent hint says; None if it is malformed."""
+    try:
+        if len(stated) > _MOST_HINT_BYTES or not stated.isascii():
+            return None
+        padded = stated.rstrip("=") + "=" * (-len(stated.rstrip("=")) % 4)
+        hint = orjson.loads(base64.b64decode(padded, b"-_", validate=True))
+    except (ValueError, binascii.Error, orjson.JSONDecodeError):
+        return None
+    return hint if isinstance(hint, dict) else None
 
 
 def is_final(headers: Mapping[str, str]) -> bool:
@@ -141,7 +203,11 @@ def is_final(headers: Mapping[str, str]) -> bool:
 #     -context-compacted                       Claude Code with CLAUDE_CODE_GATEWAY_HINT_HEADERS=1
 #   x-claude-1p-request-class                  Claude Code: `main`, `blocking-subagent`
 #   x-codex-turn-metadata                      Codex: JSON with the turn, the thread and its source
+#   x-codex-parent-thread-id                   Codex: a sub-agent's thread has a parent
 #   x-session-id, x-parent-session-id          OpenCode: a sub-agent has a session with a parent
+#   x-dynamo-session-id, -parent-session-id    agents of Dynamo's: likewise
+#   anthropic-beta                             Claude Code: `claude-code-side-query-*`
+#   x-agent-hint                               Hermes: what `with_agent_hint` reads
 #   cc_version, cc_entrypoint, cc_workload, cc_is_subagent
 #                                              Claude Code: fields of the header line that the strip
 #                                              removes from the system prompt (`strip.py`)
@@ -155,7 +221,8 @@ SDK, UNKNOWN = "sdk", "unknown"
 HARNESSES = (CLAUDE_CODE, CODEX, OPENCODE, QWEN_CODE, SDK, UNKNOWN)
 MAIN, SUBAGENT, COMPACTION = "main", "subagent", "compaction"
 OF_SUBAGENTS = (SUBAGENT, "workflow")
-OF_NO_AGENT = ("auxiliary", "side_reply")
+SIDE_QUERY = "side_query"
+OF_NO_AGENT = ("auxiliary", "side_reply", SIDE_QUERY)
 """What a harness sends beside its agents, such as for a title."""
 REQUEST_CLASSES = (MAIN, *OF_SUBAGENTS, COMPACTION, *OF_NO_AGENT)
 MOST_DURATIONS = 32
@@ -176,7 +243,15 @@ _WORDS = tuple(
     )
 )
 _DURATIONS = _CC + b"prev-tool-durations"
-_METADATA, _PARENT_SESSION = b"x-codex-turn-metadata", b"x-parent-session-id"
+_METADATA, _PARENT_THREAD = b"x-codex-turn-metadata", b"x-codex-parent-thread-id"
+# A session's parent, and where its own id is.
+_PARENT_SESSIONS = (
+    (b"x-parent-session-id", b"x-session-id"),
+    (b"x-dynamo-parent-session-id", b"x-dynamo-session-id"),
+    (_PARENT_THREAD, b"thread-id"),
+)
+_BETAS, _SIDE_QUERY = b"anthropic-beta", b"claude-code-side-query-"
+_AGENT_HINT = AGENT_HINT_HEADER.encode()
 _WORD = re.compile(r"[A-Za-z0-9/][A-Za-z0-9_.:/%@+-]{0,63}")
 _DURATION = re.compile(rb"([^\x00-\x20\x7f-\xff;=]{1,128})=([0-9]{1,9})")
 _VERSION = re.compile(r"[0-9]{1,9}(?:\.[0-9]{1,9}){0,2}")
@@ -199,6 +274,7 @@ _OWN_HEADERS = (
     (b"x-claude-code-session-id", CLAUDE_CODE),
     (_OWN_CLASS, CLAUDE_CODE),
     (_METADATA, CODEX),
+    (_PARENT_THREAD, CODEX),
     (b"x-opencode-session", OPENCODE),
     (b"x-opencode-client", OPENCODE),
 )
@@ -290,14 +366,12 @@ def read_headers(headers: Mapping[bytes, bytes]) -> ClientFacts:
             durations = _durations(raw)
             if not durations:
                 ignored.append(_DURATIONS.decode())
-    elif harness == CODEX:
-        if (raw := headers.get(_METADATA)) is not None:
-            _take_metadata(found, raw, ignored)
-    elif (raw := headers.get(_PARENT_SESSION)) is not None:
-        _take(found, "parent_agent_id", raw.decode("latin-1"), _PARENT_SESSION.decode(), ignored)
-        own_id = headers.get(b"x-session-id", b"").decode("latin-1")
-        if found.get("parent_agent_id") and _WORD.fullmatch(own_id):
-            found["agent_id"] = own_id
+    elif harness == CODEX and (raw := headers.get(_METADATA)) is not None:
+        _take_metadata(found, raw, ignored)
+    if not found.get("agent_id"):
+        _take_parent(found, headers, ignored)
+    if _AGENT_HINT in headers and _agent_hint(headers[_AGENT_HINT].decode("latin-1")) is None:
+        ignored.append(AGENT_HINT_HEADER)
     request_class = found.pop("request_class", "")
     if request_class and request_class not in REQUEST_CLASSES:  # of a newer Claude Code
         ignored.append("x-claude-code-request-class")
@@ -305,6 +379,8 @@ def read_headers(headers: Mapping[bytes, bytes]) -> ClientFacts:
     own_class = found.get("own_class", "")
     if not request_class and own_class in REQUEST_CLASSES:
         request_class = own_class
+    if not request_class and harness == CLAUDE_CODE and _SIDE_QUERY in headers.get(_BETAS, b""):
+        request_class = SIDE_QUERY
     is_subagent = request_class in OF_SUBAGENTS or bool(found.get("agent_id"))
     is_subagent = is_subagent or own_class.endswith(SUBAGENT)
     return ClientFacts(
@@ -360,6 +436,17 @@ def _take(found: dict[str, str], field: str, value: str, name: str, ignored: lis
         found[field] = value
     elif value:
         ignored.append(name)
+
+
+def _take_parent(found: dict[str, str], headers: Mapping[bytes, bytes], ignored: list[str]) -> None:
+    """Takes a sub-agent's id and its parent's, from the first pair of headers that states both."""
+    for name, own in _PARENT_SESSIONS:
+        if (raw := headers.get(name)) is not None and raw != headers.get(own):
+            _take(found, "parent_agent_id", raw.decode("latin-1"), name.decode(), ignored)
+            own_id = headers.get(own, b"").decode("latin-1")
+            if found.get("parent_agent_id") and _WORD.fullmatch(own_id):
+                found["agent_id"] = own_id
+                return
 
 
 def _durations(raw: bytes) -> tuple[tuple[str, int], ...]:

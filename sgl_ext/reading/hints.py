@@ -38,6 +38,8 @@ def limits_with(defaults: DefaultHints, limits: TtlLimits) -> TtlLimits:
 #
 #     x-sgl-ext-priority, x-dynamo-request-priority     a header; it overrides the body
 #     nvext.agent_hints.priority                        an integer in the body
+#     nvext.agent_hints.strict_priority                 Dynamo's tier; the higher of both counts
+#     nvext.agent_hints.due                             in how many ms the answer is due
 #     nvext.agent_hints.osl                             the expected length of the answer, in tokens
 #     nvext.agent_hints.speculative_prefill             whether to prefill the next turn ahead
 #     nvext.agent_hints.mark_complete_calls             whether a chat's stream marks them
@@ -49,11 +51,15 @@ def limits_with(defaults: DefaultHints, limits: TtlLimits) -> TtlLimits:
 # tenant's ceiling.
 
 LIMIT = 1000
+LIMIT_DUE_MS = 86_400_000
+_PRIORITIES = ("priority", "strict_priority")
 PRIORITY_HEADERS = ("x-sgl-ext-priority", "x-dynamo-request-priority")
 _TIERS = {"priority": 10, "flex": -10}
 _KNOWN_TIERS = (None, *_TIERS, "auto", "default", "scale", "standard", "standard_only")
 _HINTS = (
     ("priority", int, "an integer"),
+    ("strict_priority", int, "an integer"),
+    ("due", int, "an integer"),
     ("osl", int, "an integer"),
     ("speculative_prefill", bool, "true or false"),
     ("mark_complete_calls", bool, "true or false"),
@@ -74,6 +80,7 @@ class Importance:
     is_clamped: the request asked for more than the ceiling, and got the ceiling.
     speculative_prefill: whether to prefill the next turn ahead; None if it is not stated.
     drafts: whether the answer may be drafted from its context.
+    due_s: how long after it arrived the answer is due; None if it is not stated.
     """
 
     priority: int = 0
@@ -83,6 +90,7 @@ class Importance:
     is_clamped: bool = False
     speculative_prefill: bool | None = None
     drafts: bool = True
+    due_s: float | None = None
 
 
 USUAL = Importance()
@@ -111,8 +119,9 @@ def read_importance(
         return Importance(error=f"nvext.agent_hints{error}")
     # SGLang would reject another type than int, or convert it.
     ignored = (own is not None and type(own) is not int) + (tier not in _KNOWN_TIERS)
+    of_hints = [hints[name] for name in _PRIORITIES if hints.get(name) is not None]
     priorities = [
-        hints.get("priority"),
+        max(of_hints, default=None),
         own if type(own) is int else None,
         _TIERS.get(tier) if isinstance(tier, str) else None,
     ]
@@ -124,7 +133,7 @@ def read_importance(
         else:
             ignored += 1
     priority = next((each for each in priorities if each is not None), None)
-    osl, prefill = hints.get("osl"), hints.get("speculative_prefill")
+    osl, due_ms, prefill = hints.get("osl"), hints.get("due"), hints.get("speculative_prefill")
     return Importance(
         max(
             min((defaults.priority if priority is None else priority) or 0, LIMIT, ceiling), -LIMIT
@@ -134,6 +143,7 @@ def read_importance(
         is_clamped=priority is not None and priority > ceiling,
         speculative_prefill=defaults.prefill if prefill is None else prefill,
         drafts=hints.get("draft_from_context") is not False,
+        due_s=None if due_ms is None else min(due_ms, LIMIT_DUE_MS) / 1000,
     )
 
 
@@ -152,5 +162,7 @@ def _error_in(hints: Any) -> str:
     for field, kind, form in _HINTS:
         if (value := hints.get(field)) is not None and type(value) is not kind:
             return f".{field}: must be {form}, not {reprlib.repr(value)}"
-    expected = hints.get("osl") or 0
-    return f".osl: must not be negative, as {expected} is" if expected < 0 else ""
+    for field in ("osl", "due"):
+        if (stated := hints.get(field) or 0) < 0:
+            return f".{field}: must not be negative, as {stated} is"
+    return ""

@@ -24,6 +24,7 @@ class Hints(NamedTuple):
     is_demoted: whether the session's pins on this prompt are to end.
     output_tokens: the length of answer that the client expects, None if it does not say.
     conversation: a short name of it; "" if it is unknown.
+    due_s: how long after it arrived at the balancer its answer is due; None if it is not stated.
     drafts: whether its answer may be drafted from its context. client, turn: the harness that
         sent it, and what for, as metrics show them.
     """
@@ -46,6 +47,7 @@ class Hints(NamedTuple):
     drafts: bool = True
     client: str = ""
     turn: str = ""
+    due_s: float | None = None
 
 
 def payload_of(hints: Hints) -> dict[str, Any]:

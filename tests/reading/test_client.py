@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import json
 import re
 from typing import Any
@@ -18,14 +19,17 @@ from sgl_ext.reading.client import (
     ClientFacts,
     harness_of,
     hints_of,
+    is_final,
     read_client,
     salt_of,
     session_key,
     shown_name,
+    stated_lease_s,
     stated_name,
     stated_session,
     thread_key,
 )
+from sgl_ext.reading.hints import read_importance
 from sgl_ext.reading.segments import Chain, read_chain
 
 # A session is what its client states, within one cache group and one tenant.
@@ -293,6 +297,11 @@ def test_malformed_metadata_of_codex_is_named(value: str) -> None:
                 "user-agent",
                 "x-claude-code-session-id",
                 "x-codex-turn-metadata",
+                "anthropic-beta",
+                "x-agent-hint",
+                "x-codex-parent-thread-id",
+                "x-dynamo-parent-session-id",
+                "x-dynamo-session-id",
                 "x-parent-session-id",
                 "x-session-id",
                 *(
@@ -374,3 +383,88 @@ def test_a_harness_is_recognized_by_its_headers(
 ) -> None:
     raw = {name.encode(): value.encode() for name, value in headers.items()}
     assert harness_of(raw, billing) == harness
+
+
+# Hints that mean the same in several dialects.
+
+
+@pytest.mark.parametrize(
+    ("parent", "own"),
+    [
+        ("x-parent-session-id", "x-session-id"),
+        ("x-dynamo-parent-session-id", "x-dynamo-session-id"),
+        ("x-codex-parent-thread-id", "thread-id"),
+    ],
+)
+def test_a_session_with_a_parent_is_a_sub_agents(parent: str, own: str) -> None:
+    facts = facts_of({parent: "lead", own: "child"})
+    assert (facts.agent_id, facts.parent_agent_id) == ("child", "lead")
+    assert facts.is_subagent
+    assert facts.request_class == "subagent"
+    assert not facts_of({parent: "lead", own: "lead"}).is_subagent
+    assert facts_of({parent: "le ad", own: "child"}).ignored == (parent,)
+
+
+def test_codex_metadata_wins_over_the_header_of_its_parent() -> None:
+    turn = {"thread_source": "subagent", "thread_id": "t-2", "parent_thread_id": "t-1"}
+    stated = {"x-codex-turn-metadata": json.dumps(turn), "x-codex-parent-thread-id": "t-0"}
+    assert facts_of({**stated, "thread-id": "t-9"}).parent_agent_id == "t-1"
+
+
+def test_a_side_query_is_named_by_its_beta() -> None:
+    own = {"user-agent": "claude-cli/2.1.332"}
+    stated = own | {"anthropic-beta": "interleaved-thinking,claude-code-side-query-2026-09-29"}
+    assert facts_of(stated).request_class == "side_query"
+    assert facts_of(stated | {"x-claude-code-request-class": "main"}).request_class == "main"
+    assert facts_of(own).request_class == ""
+    assert facts_of(stated | {"user-agent": "curl/8"}).request_class == ""
+
+
+def agent_hint(**fields: Any) -> dict[bytes, bytes]:
+    text = base64.urlsafe_b64encode(json.dumps(fields).encode()).rstrip(b"=")
+    return {b"x-agent-hint": text}
+
+
+def test_an_agent_hint_acts_as_the_headers_that_mean_the_same() -> None:
+    stated = agent_hint(session="run-7", soft_priority=-3, state="finished", call_index=4)
+    hints = hints_of(stated)
+    assert stated_session(hints, {}) == "run-7"
+    assert read_importance(hints, {}).priority == -3
+    assert is_final(hints)
+    assert read_client(stated, {}).ignored == ()
+
+
+def test_a_header_wins_over_an_agent_hint() -> None:
+    stated = agent_hint(session_id="run-7", soft_priority=-3, lifecycle_state="running")
+    own = {b"session-id": b"s", b"x-sgl-ext-priority": b"5"}
+    hints = hints_of(stated | own)
+    assert stated_session(hints, {}) == "s"
+    assert read_importance(hints, {}).priority == 5
+    assert not is_final(hints)
+
+
+@pytest.mark.parametrize(
+    ("fields", "lease_s"),
+    [
+        ({}, 0.0),
+        ({"pin": "yes"}, 0.0),
+        ({"interval_ms": 9000}, 0.0),
+        ({"pin": True}, None),
+        ({"pin": True, "interval_ms": 90_000}, 90.0),
+        ({"pin": True, "interval_ms": -1}, None),
+    ],
+)
+def test_an_agent_hint_leases_its_prompt(fields: dict[str, Any], lease_s: float | None) -> None:
+    assert stated_lease_s(hints_of(agent_hint(**fields))) == lease_s
+    assert stated_lease_s({}) == 0.0
+
+
+@pytest.mark.parametrize("raw", [b"", b"{}", b"!!", b"W10", b"A" * 5000, b"\xff", b"AAAAA"])
+def test_a_malformed_agent_hint_is_named_and_ignored(raw: bytes) -> None:
+    fields = {b"x-agent-hint": raw}
+    hints = hints_of(fields)
+    assert stated_session(hints, {}) is None
+    assert read_importance(hints, {}).priority == 0
+    assert not is_final(hints)
+    assert stated_lease_s(hints) == 0.0
+    assert read_client(fields, {}).ignored == ("x-agent-hint",)

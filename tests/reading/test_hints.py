@@ -308,3 +308,27 @@ def test_an_answer_is_not_expected_to_be_longer_than_the_request_allows(
     body: dict[str, Any], expected: int
 ) -> None:
     assert read_importance({}, body | hinted(osl=262_000)).output_tokens == expected
+
+
+def test_the_higher_of_both_priorities_of_agent_hints_counts() -> None:
+    assert read_importance({}, hinted(strict_priority=7)).priority == 7
+    assert read_importance({}, hinted(strict_priority=7, priority=9)).priority == 9
+    assert read_importance({}, hinted(strict_priority=7), ceiling=3) == Importance(
+        3, is_clamped=True
+    )
+
+
+def test_a_deadline_is_in_milliseconds_and_within_a_day() -> None:
+    assert read_importance({}, hinted(due=1500)).due_s == 1.5
+    assert read_importance({}, hinted(due=0)).due_s == 0
+    assert read_importance({}, hinted(due=2**70)).due_s == 86_400
+    assert read_importance({}, hinted()).due_s is None
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [("due", "5"), ("due", 1.5), ("due", True), ("due", -1), ("strict_priority", "1")],
+)
+def test_a_malformed_deadline_or_tier_is_named(field: str, value: object) -> None:
+    error = read_importance({}, hinted(**{field: value})).error
+    assert error.startswith(f"nvext.agent_hints.{field}: must ")

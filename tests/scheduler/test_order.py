@@ -23,6 +23,7 @@ from scheduler.order import (
     OrderedQueue,
     Served,
     Waiting,
+    due_at,
     in_order,
     step,
     window_of,
@@ -43,6 +44,7 @@ def queues(tenants: str) -> st.SearchStrategy[list[Waiting]]:
         times_s,
         tokens,
         st.sampled_from(tenants),
+        st.just(inf) | times_s,
     )
     return st.lists(one, max_size=12)
 
@@ -103,6 +105,22 @@ def test_a_window_is_as_long_as_the_work_that_waits_asks_for_within_bounds() -> 
 def test_of_one_tenant_the_cheapest_goes_first_then_the_earliest() -> None:
     waiting = [Waiting(0, 9, 5), Waiting(0, 3, 7), Waiting(0, 8, 5), Waiting(0, 8, 5)]
     assert in_order(waiting, NOW_S, inf) == [2, 3, 0, 1]
+
+
+def test_a_deadline_orders_within_a_priority() -> None:
+    waiting = [
+        Waiting(0, 9, 1),
+        Waiting(0, 9, 7, due_s=due_at(9, 2.0)),
+        Waiting(0, 9, 8, due_s=due_at(9, 1.0)),
+        Waiting(1, 9, 9, due_s=due_at(9, None)),
+    ]
+    assert in_order(waiting, 9, inf) == [3, 2, 1, 0]
+
+
+def test_a_deadline_takes_no_turn_of_another_tenant() -> None:
+    hurried = [Waiting(0, 1, 5, "a", due_s=0.0) for _ in range(3)]
+    order = in_order([*hurried, Waiting(0, 2, 5, "b")], 4, inf)
+    assert order.index(3) == 1
 
 
 def test_requests_without_a_cost_go_first() -> None:
@@ -174,7 +192,7 @@ def test_a_request_that_arrives_after_the_bound_does_not_overtake(
 
 @settings(max_examples=100)
 @given(queues("abc"), agings_s, served_lately, given_weights, windows_s)
-def test_of_each_tenant_window_and_priority_the_cheapest_goes_first(
+def test_of_each_tenant_window_and_priority_the_first_due_then_the_cheapest_goes_first(
     waiting: list[Waiting],
     aging_s: float,
     served: dict[str, float],
@@ -194,7 +212,8 @@ def test_of_each_tenant_window_and_priority_the_cheapest_goes_first(
     for tenant in "abc":
         for reached in {*map(level, order)}:
             own = [p for p in order if waiting[p].tenant == tenant and level(p) == reached]
-            keys = [(waiting[p].cost_tokens, waiting[p].arrived_s, p) for p in own]
+            ranked = [waiting[p] for p in own]
+            keys = [(one.due_s, one.cost_tokens, one.arrived_s) for one in ranked]
             assert keys == sorted(keys)
 
 

@@ -14,6 +14,7 @@ from sgl_ext.wire.headers import (
     BOOTSTRAP_HEADER,
     DEFAULTS_HEADER,
     INTERNAL_HEADERS,
+    OF_ANSWERS,
     MAX_QUEUED_S,
     PURPOSE_HEADER,
     QUEUED_HEADER,
@@ -118,4 +119,4 @@ def test_a_refusal_is_in_the_header_of_the_secret() -> None:
 
 def test_every_header_to_an_engine_is_believed_from_its_balancer_alone() -> None:
     stated = {name for name in vars(headers) if name.endswith("_HEADER")}
-    assert {getattr(headers, name) for name in stated} == {*INTERNAL_HEADERS}
+    assert {getattr(headers, name) for name in stated} == {*INTERNAL_HEADERS, *OF_ANSWERS}

@@ -28,6 +28,7 @@ hints = st.builds(
     st.booleans(),
     texts,
     seconds,
+    due_s=st.none() | seconds,
 )
 
 

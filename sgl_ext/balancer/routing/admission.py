@@ -44,7 +44,7 @@ import xxhash
 
 from scheduler import suspects
 from scheduler.agent_admission import Demand, Pool, agents_that_fit, has_time, is_sent
-from scheduler.order import Entry, OrderedQueue, Served, Waiting, step, window_of
+from scheduler.order import Entry, OrderedQueue, Served, Waiting, due_at, step, window_of
 from scheduler.suspects import AGAIN, LIMIT, REFUSED, REFUSED_S, Suspects
 from scheduler.working_set import LIMIT as MOST_AGENTS
 from scheduler.working_set import WorkingSet
@@ -166,7 +166,8 @@ class AdmissionQueue:
 
     def _waiting(self, routing: RoutingRequest, arrived_s: float) -> Waiting:
         cost_tokens = self.router.uncached_tokens(routing) + routing.output_tokens
-        return Waiting(routing.priority, arrived_s, cost_tokens, routing.tenant)
+        due_s = due_at(arrived_s, routing.due_s)
+        return Waiting(routing.priority, arrived_s, cost_tokens, routing.tenant, due_s)
 
     def _place(self, request: QueuedRequest, arrived_s: float, now_s: float) -> bool:
         routing = request.routing

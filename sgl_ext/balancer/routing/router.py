@@ -420,6 +420,7 @@ class Router:
             warms=warms,
             name=name,
             prompts=prompt.prompts,
+            due_s=prompt.importance.due_s,
         )
 
     def place(

@@ -81,6 +81,7 @@ class RoutingRequest(msgspec.Struct, frozen=True, gc=False):
         waits for its prefix.
     only: the URLs of the engines that it may go to; None: any.
     prompts: how many it has: the engine runs each as a request of its own.
+    due_s: how long after it arrived its answer is due; None if it is not stated.
     """
 
     chain: Chain
@@ -96,6 +97,7 @@ class RoutingRequest(msgspec.Struct, frozen=True, gc=False):
     only: frozenset[str] | None = None
     name: str = ""
     prompts: int = 1
+    due_s: float | None = None
 
     @property
     def agent(self) -> int | None:

@@ -150,6 +150,7 @@ def _encode(context: RequestContext, chain: Chain) -> KvHintAction:
         drafts=context.importance.drafts,
         client=context.facts.harness,
         turn=context.facts.request_class,
+        due_s=context.importance.due_s,
     )
     return sglang_api.KvHintAction(
         action_id=engine_name(),

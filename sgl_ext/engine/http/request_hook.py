@@ -37,7 +37,16 @@ from sgl_ext.engine.sglang_http_types import TokenizerManager
 from sgl_ext.protocols.prompt_cache import NO_HINTS, read_kv_hints
 from sgl_ext.protocols.registry import of_path
 from sgl_ext.reading.cache_marks import Marks, read_marks
-from sgl_ext.reading.client import is_final, read_client, salt_of, session_key, stated_session
+from sgl_ext.reading.client import (
+    AGENT_HINT_HEADER,
+    is_final,
+    read_client,
+    salt_of,
+    session_key,
+    stated_lease_s,
+    stated_session,
+    with_agent_hint,
+)
 from sgl_ext.reading.hints import limits_with, read_importance
 from sgl_ext.reading.segments import (
     Chain,
@@ -122,12 +131,15 @@ def _count_left(extension: HttpExtension, path: str, raw_body: bytes, stripped: 
 
 def _read_context(extension: HttpExtension, request: Any, path: str, body: Any) -> RequestContext:
     headers = dict(request.headers.items())  # of a repeated name the last, as in the balancer
+    if AGENT_HINT_HEADER in headers:
+        headers = with_agent_hint(headers)
     tenant = extension.tenants.of_headers(headers)
     defaults = _read_defaults(path, headers)
     ttl_limits = limits_with(defaults, extension.settings.ttl_limits)
     protocol = of_path(path)
     hints = NO_HINTS if protocol.marks is None else read_kv_hints(body)
-    marks = read_marks(protocol, body, ttl_limits, hints.lease_s)
+    lease_s = stated_lease_s(headers) if hints.lease_s == 0 else hints.lease_s
+    marks = read_marks(protocol, body, ttl_limits, lease_s)
     if hints.demotes and not marks.error:
         marks = Marks(keep=False, ignored=marks.ignored)
     importance = read_importance(headers, body, tenant.max_priority, defaults)

@@ -9,7 +9,7 @@ decide alike, so waits are measured by the requests' timestamps and the entry ra
 
 from typing import Any
 
-from scheduler.order import Waiting, in_order, step, window_of
+from scheduler.order import Waiting, due_at, in_order, step, window_of
 from sgl_ext.engine import sglang_api
 from sgl_ext.engine.arguments import in_effect
 from sgl_ext.engine.scheduler.extension import SchedulerExtension, extension_of
@@ -147,7 +147,9 @@ def _waiting(req: Req, now_s: float, load_share: float) -> Waiting:
     loaded = min(req.host_hit_length, req.num_matched_prefix_tokens)
     cost = uncached + int(loaded * load_share) + (expected or 0)
     owner = hints.owner if hints is not None else ""
-    return Waiting(req.priority, state.arrived_s(now_s), cost, owner)
+    arrived_s = state.arrived_s(now_s)
+    due_s = hints.due_s if hints is not None else None
+    return Waiting(req.priority, arrived_s, cost, owner, due_at(arrived_s, due_s))
 
 
 def _stated_window_s(req: Req) -> float:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 from collections.abc import Callable, Mapping
 from types import SimpleNamespace
 from typing import Any
@@ -136,6 +137,18 @@ async def test_cache_hints_are_in_the_request_s_context() -> None:
     assert context is not None
     assert (context.owner, context.session, context.is_last) == ("t", "s", True)
     assert context.pins == ((WHOLE_PROMPT, 3600.0),)
+
+
+async def test_an_agent_hint_sets_session_priority_lease_and_end() -> None:
+    said = {"session": "run-7", "soft_priority": -3, "state": "done", "pin": True}
+    hint = base64.urlsafe_b64encode(orjson.dumps(said)).decode()
+    request = Request({"messages": []}, headers={"x-agent-hint": hint})
+    await request_hook.read_body(Request.json, request)
+    context = current()
+    assert context is not None
+    assert (context.session, context.is_last) == ("run-7", True)
+    assert context.importance.priority == -3
+    assert context.pins == ((WHOLE_PROMPT, 300.0),)
 
 
 def hinted(*kinds: str, **payload: Any) -> dict[str, Any]:
