@@ -147,6 +147,45 @@ def read_importance(
     )
 
 
+# Fields about the prompt cache at the root of a body.
+_CACHE_FIELDS = ("kv_hints", "prompt_cache_options", "prompt_cache_retention")
+
+
+def honoured_hints(headers: Mapping[str, str], body: Any, ceiling: int) -> tuple[str, ...]:
+    """The names of what a request states and counts for it: headers, and fields of its body.
+
+    Sessions, and marks in blocks, are not among them. () for a request with a malformed hint.
+    """
+    body = body if isinstance(body, dict) else {}
+    nvext, tier = body.get("nvext"), body.get("service_tier")
+    header = next((name for name in PRIORITY_HEADERS if headers.get(name)), None)
+    has_none = header is None and nvext is None and tier is None and body.get("priority") is None
+    if has_none and not any(body.get(name) for name in _CACHE_FIELDS):
+        return ()
+    if read_importance(headers, body, ceiling).error:
+        return ()
+    nvext = nvext if isinstance(nvext, dict) else {}
+    hints = nvext.get("agent_hints") or {}
+    if header is not None and _INTEGER.fullmatch(headers[header].strip()) is None:
+        header = None
+    if header == PRIORITY_HEADERS[-1] and "x-agent-hint" in headers:  # it stated that priority
+        header = "x-agent-hint"
+    of_hints = [name for name in _PRIORITIES if hints.get(name) is not None]
+    stated = [f"nvext.agent_hints.{max(of_hints, key=hints.__getitem__)}"] if of_hints else []
+    if type(body.get("priority")) is int:
+        stated.append("priority")
+    if isinstance(tier, str) and tier in _TIERS:
+        stated.append("service_tier")
+    found = [header] if header is not None else stated[:1]
+    for name, *_ in _HINTS:
+        if name not in _PRIORITIES and hints.get(name) is not None:
+            found.append(f"nvext.agent_hints.{name}")
+    if nvext.get("cache_control") is not None:
+        found.append("nvext.cache_control")
+    found += [name for name in _CACHE_FIELDS if body.get(name)]
+    return tuple(found)
+
+
 def _expected_output(stated: int | None, body: Mapping[str, Any]) -> int | None:
     if stated is None:
         return None

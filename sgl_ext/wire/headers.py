@@ -40,7 +40,9 @@ BOOTSTRAP_HEADER = "x-sgl-ext-bootstrap"
 DEFAULTS_HEADER = "x-sgl-ext-default-hints"
 # What a client is told that another model answers than the one it named: that model's name.
 MODEL_HEADER = "x-sgl-ext-model"
-OF_ANSWERS = (MODEL_HEADER,)
+# Which of a request's hints count, by their names.
+HINTS_HEADER = "x-sgl-ext-hints"
+OF_ANSWERS = (MODEL_HEADER, HINTS_HEADER)
 """What a balancer says to a client, and to no engine."""
 # Proves to an engine that a request is from its balancer.
 SECRET_HEADER = "x-sgl-ext-engine-secret"

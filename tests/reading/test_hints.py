@@ -11,7 +11,13 @@ from hypothesis import strategies as st
 
 from sgl_ext.protocols.registry import of_path
 from sgl_ext.reading.cache_marks import Marks, TtlLimits, read_marks
-from sgl_ext.reading.hints import LIMIT, Importance, limits_with, read_importance
+from sgl_ext.reading.hints import (
+    LIMIT,
+    Importance,
+    honoured_hints,
+    limits_with,
+    read_importance,
+)
 from sgl_ext.wire.headers import (
     DEFAULTS_HEADER,
     NO_DEFAULTS,
@@ -332,3 +338,30 @@ def test_a_deadline_is_in_milliseconds_and_within_a_day() -> None:
 def test_a_malformed_deadline_or_tier_is_named(field: str, value: object) -> None:
     error = read_importance({}, hinted(**{field: value})).error
     assert error.startswith(f"nvext.agent_hints.{field}: must ")
+
+
+@pytest.mark.parametrize(
+    ("headers", "body", "names"),
+    [
+        ({}, {}, ()),
+        ({"x-session-id": "s"}, {"prompt_cache_key": "k"}, ()),
+        ({}, [], ()),
+        ({}, {"service_tier": "flex"}, ("service_tier",)),
+        ({}, {"service_tier": "auto", "priority": "5"}, ()),
+        ({"x-sgl-ext-priority": "5"}, {"priority": 3}, ("x-sgl-ext-priority",)),
+        ({"x-dynamo-request-priority": "high"}, {"priority": 3}, ("priority",)),
+        (
+            {},
+            hinted(priority=1, strict_priority=2, due=9, osl=4),
+            tuple(f"nvext.agent_hints.{name}" for name in ("strict_priority", "due", "osl")),
+        ),
+        ({}, hinted(due=-1), ()),
+        ({"x-agent-hint": "e30", "x-dynamo-request-priority": "3"}, {}, ("x-agent-hint",)),
+        ({}, {"nvext": {"cache_control": {"type": "ephemeral"}}}, ("nvext.cache_control",)),
+        ({}, {"kv_hints": {"actions": []}}, ("kv_hints",)),
+    ],
+)
+def test_an_answer_names_the_hints_that_count(
+    headers: dict[str, str], body: Any, names: tuple[str, ...]
+) -> None:
+    assert honoured_hints(headers, body, 100) == names

@@ -87,6 +87,7 @@ from sgl_ext.protocols.request_ids import id_line, lines_of_new, new_request_id,
 from sgl_ext.protocols.responses import RESPONSES
 from sgl_ext.reading.usage import Usage, read_items, read_usage
 from sgl_ext.wire.headers import (
+    HINTS_HEADER,
     MODEL_HEADER,
     REFUSED_LINE,
     bootstrap_line,
@@ -460,6 +461,10 @@ class Exchange:
                 self._is_listed = services.models.lists(head.path)
             self._preparation = preparation = self._way.check(preparation)
             self.routing = routing = preparation.routing
+            if preparation.hints:
+                self._answer_lines += header_line(
+                    HINTS_HEADER, ", ".join(preparation.hints).encode("ascii")
+                )
             if preparation.pool is not None:
                 self._model = preparation.pool
                 if preparation.falls_back:

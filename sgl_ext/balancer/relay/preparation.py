@@ -46,6 +46,7 @@ class Preparation(msgspec.Struct, frozen=True):
     context_path: the path of its protocol if it asks for a context of what its marks cover.
     turn: what the doctor and cache diagnostics learn of it; None if neither needs to.
     beat: as of its reading.
+    hints: what the request states and counts for it, by name.
     pool: of the model that answers; None for any. falls_back: it is not the one that is meant.
     """
 
@@ -64,6 +65,7 @@ class Preparation(msgspec.Struct, frozen=True):
     beat: bytes = b""
     pool: ModelPool | None = None
     falls_back: bool = False
+    hints: tuple[str, ...] = ()
 
 
 _CONTEXT = HEADER.encode()
@@ -179,6 +181,7 @@ def prepare(
         beat=reading.beat,
         pool=pool,
         falls_back=pool is not meant,
+        hints=reading.prompt.hints if reading.prompt is not None else (),
     )
 
 

@@ -6,7 +6,7 @@ from typing import Any
 import msgspec
 
 from sgl_ext.reading.client import salt_of, session_key, stated_name
-from sgl_ext.reading.hints import Importance, read_importance
+from sgl_ext.reading.hints import Importance, honoured_hints, read_importance
 from sgl_ext.reading.protocol import Protocol
 from sgl_ext.reading.segments import (
     Chain,
@@ -22,7 +22,7 @@ class Prompt(msgspec.Struct, frozen=True, gc=False):
     """session: of `session_key`. stated: of `stated_name`.
     prefix: breaks ties; equal for requests that share a beginning.
     size_bytes: of the canonical text; of the body for a batch, or if there is no such text.
-    prompts: how many it has.
+    prompts: how many it has. hints: of `honoured_hints`.
     """
 
     chain: Chain
@@ -32,6 +32,7 @@ class Prompt(msgspec.Struct, frozen=True, gc=False):
     importance: Importance
     stated: str = ""
     prompts: int = 1
+    hints: tuple[str, ...] = ()
 
 
 def read_prompt(
@@ -68,6 +69,7 @@ def read_prompt(
         read_importance(headers, body, ceiling, defaults),
         stated_name(headers, body),
         max(len(batch), 1),
+        honoured_hints(headers, body, ceiling),
     )
 
 

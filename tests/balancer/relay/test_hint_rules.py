@@ -8,6 +8,7 @@ from typing import Any
 from sgl_ext.balancer.relay.reading import HintRules
 from sgl_ext.settings.schema import DefaultHint
 from sgl_ext.wire.headers import NO_DEFAULTS, DefaultHints
+from tests.balancer.conftest import Engine, Start
 
 RULES = HintRules(
     [
@@ -99,3 +100,45 @@ def test_explain_names_the_table_of_each_default() -> None:
 def test_without_a_table_there_are_no_rules() -> None:
     assert RULES
     assert not HintRules()
+
+
+async def test_an_answer_says_which_hints_count(start: Start) -> None:
+    client = await start(Engine("a"))
+    body = {"messages": [{"role": "user", "content": "Hello"}], "service_tier": "flex"}
+    hints = {"due": 900, "osl": 20}
+    for more, names in (
+        ({}, "service_tier"),
+        (
+            {"nvext": {"agent_hints": hints}},
+            "service_tier, nvext.agent_hints.due, nvext.agent_hints.osl",
+        ),
+        ({"service_tier": "auto"}, None),
+    ):
+        async with client.post("/v1/messages", json=body | more) as answer:
+            assert answer.status == 200
+            assert answer.headers.get("x-sgl-ext-hints") == names
+
+
+async def test_a_malformed_foreign_hint_is_counted_and_its_request_answered(start: Start) -> None:
+    client = await start(Engine("a"))
+    body = {"messages": [{"role": "user", "content": "Hello"}]}
+    headers = {"x-agent-hint": "!"}
+    async with client.post("/v1/messages", json=body, headers=headers) as answer:
+        assert answer.status == 200
+        assert "x-sgl-ext-hints" not in answer.headers
+    metrics = await (await client.get("/metrics")).text()
+    assert 'sgl_ext_client_hints_ignored_total{hint="x-agent-hint"} 1.0' in metrics
+
+
+async def test_a_side_query_gets_the_priority_of_the_operator_s_table(start: Start) -> None:
+    rules = (DefaultHint("agent", "side_query", priority=-5),)
+    engine = Engine("a")
+    client = await start(engine, hints=rules)
+    headers = {
+        "user-agent": "claude-cli/2.1.332",
+        "anthropic-beta": "claude-code-side-query-2026-09-29",
+    }
+    body = {"messages": [{"role": "user", "content": "Hello"}]}
+    async with client.post("/v1/messages", json=body, headers=headers) as answer:
+        assert answer.status == 200
+    assert engine.seen[-1][2]["x-sgl-ext-default-hints"] == '{"priority":-5}'
