@@ -267,6 +267,9 @@ def _claude_code(node: Connection) -> Client:
         "CLAUDE_CODE_DISABLE_NONESSENTIAL_TRAFFIC": "1",
         # It says which requests are a sub-agent's, and how long tools took.
         "CLAUDE_CODE_GATEWAY_HINT_HEADERS": "1",
+        # People pause for longer than five minutes, and their sub-agents do not.
+        "CLAUDE_CODE_PROMPT_CACHE_TTL": "1h",
+        "CLAUDE_CODE_SUBAGENT_PROMPT_CACHE_TTL": "5m",
     }
     if node.small:
         settings["ANTHROPIC_DEFAULT_HAIKU_MODEL"] = node.small

@@ -206,7 +206,8 @@ def is_final(headers: Mapping[str, str]) -> bool:
 #   x-codex-parent-thread-id                   Codex: a sub-agent's thread has a parent
 #   x-session-id, x-parent-session-id          OpenCode: a sub-agent has a session with a parent
 #   x-dynamo-session-id, -parent-session-id    agents of Dynamo's: likewise
-#   anthropic-beta                             Claude Code: `claude-code-side-query-*`
+#   anthropic-beta                             Claude Code: `claude-code-side-query-*`,
+#                                              `prompt-caching-evict-*` (`gives_cache_back`)
 #   x-agent-hint                               Hermes: what `with_agent_hint` reads
 #   cc_version, cc_entrypoint, cc_workload, cc_is_subagent
 #                                              Claude Code: fields of the header line that the strip
@@ -251,6 +252,7 @@ _PARENT_SESSIONS = (
     (_PARENT_THREAD, b"thread-id"),
 )
 _BETAS, _SIDE_QUERY = b"anthropic-beta", b"claude-code-side-query-"
+_EVICT = "prompt-caching-evict-"
 _AGENT_HINT = AGENT_HINT_HEADER.encode()
 _WORD = re.compile(r"[A-Za-z0-9/][A-Za-z0-9_.:/%@+-]{0,63}")
 _DURATION = re.compile(rb"([^\x00-\x20\x7f-\xff;=]{1,128})=([0-9]{1,9})")
@@ -436,6 +438,12 @@ def _take(found: dict[str, str], field: str, value: str, name: str, ignored: lis
         found[field] = value
     elif value:
         ignored.append(name)
+
+
+def gives_cache_back(facts: ClientFacts, headers: Mapping[str, str]) -> bool:
+    """Whether nobody reads a request's prompt any more soon after its agent ends: it is from a
+    sub-agent, with the beta that lets its cache go. `headers` has lower-case names."""
+    return facts.is_subagent and _EVICT in headers.get(_BETAS.decode(), "")
 
 
 def _take_parent(found: dict[str, str], headers: Mapping[bytes, bytes], ignored: list[str]) -> None:

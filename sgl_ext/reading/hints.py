@@ -34,6 +34,21 @@ def limits_with(defaults: DefaultHints, limits: TtlLimits) -> TtlLimits:
     return replace(limits, default_s=granted_s, unmarked_s=granted_s)
 
 
+BRIEF_TTL_S = 60.0
+"""How long at most to keep what a sub-agent gives back: from one of its turns to the next."""
+
+
+def brief(limits: TtlLimits) -> TtlLimits:
+    """The limits for a request whose client lets its cache go when its agent ends."""
+    most_s = min(limits.max_s, BRIEF_TTL_S)
+    return replace(
+        limits,
+        min_s=min(limits.min_s, most_s),
+        max_s=most_s,
+        unmarked_s=min(limits.unmarked_s, most_s),
+    )
+
+
 # A request's priority and expected output length, as its client states them.
 #
 #     x-sgl-ext-priority, x-dynamo-request-priority     a header; it overrides the body

@@ -39,6 +39,8 @@ from sgl_ext.protocols.registry import of_path
 from sgl_ext.reading.cache_marks import Marks, read_marks
 from sgl_ext.reading.client import (
     AGENT_HINT_HEADER,
+    ClientFacts,
+    gives_cache_back,
     is_final,
     read_client,
     salt_of,
@@ -47,7 +49,7 @@ from sgl_ext.reading.client import (
     stated_session,
     with_agent_hint,
 )
-from sgl_ext.reading.hints import limits_with, read_importance
+from sgl_ext.reading.hints import brief, limits_with, read_importance
 from sgl_ext.reading.segments import (
     Chain,
     read_batch,
@@ -83,8 +85,8 @@ async def read_body(original: Callable[[Any], Awaitable[Any]], request: Any) -> 
     _reject_compressed(request)
     extension, path, raw_body = installed(), request.url.path, await request.body()
     body, stripped = _strip(extension, path, await original(request))
-    context = _read_context(extension, request, path, body)
-    context.facts = read_client(dict(request.scope["headers"]), stripped.fields)
+    facts = read_client(dict(request.scope["headers"]), stripped.fields)
+    context = _read_context(extension, request, path, body, facts)
     # It reads the whole body for a metric, so it waits until the request is with the scheduler.
     context.after_sending = partial(_count_left, extension, path, raw_body, stripped.headers)
     if not context.protocol.generates:
@@ -129,13 +131,17 @@ def _count_left(extension: HttpExtension, path: str, raw_body: bytes, stripped: 
         counter("headers_not_stripped").labels(path).inc(left)
 
 
-def _read_context(extension: HttpExtension, request: Any, path: str, body: Any) -> RequestContext:
+def _read_context(
+    extension: HttpExtension, request: Any, path: str, body: Any, facts: ClientFacts
+) -> RequestContext:
     headers = dict(request.headers.items())  # of a repeated name the last, as in the balancer
     if AGENT_HINT_HEADER in headers:
         headers = with_agent_hint(headers)
     tenant = extension.tenants.of_headers(headers)
     defaults = _read_defaults(path, headers)
     ttl_limits = limits_with(defaults, extension.settings.ttl_limits)
+    if gives_cache_back(facts, headers):
+        ttl_limits = brief(ttl_limits)
     protocol = of_path(path)
     hints = NO_HINTS if protocol.marks is None else read_kv_hints(body)
     lease_s = stated_lease_s(headers) if hints.lease_s == 0 else hints.lease_s
@@ -172,6 +178,7 @@ def _read_context(extension: HttpExtension, request: Any, path: str, body: Any) 
         chain,
         marks,
         importance,
+        facts=facts,
         owner=tenant.name,
         group=headers.get(GROUP_HEADER),
         session=stated_session(headers, body) or "",

@@ -151,6 +151,26 @@ async def test_an_agent_hint_sets_session_priority_lease_and_end() -> None:
     assert context.pins == ((WHOLE_PROMPT, 300.0),)
 
 
+@pytest.mark.parametrize(
+    ("agent", "betas", "ttl_s"),
+    [
+        ({"x-claude-code-agent-id": "a1"}, "prompt-caching-evict-2026-05-12", 60.0),
+        ({"x-claude-code-agent-id": "a1"}, "extended-cache-ttl-2025-04-11", 3600.0),
+        ({}, "prompt-caching-evict-2026-05-12", 3600.0),
+    ],
+)
+async def test_a_sub_agent_that_lets_its_cache_go_is_pinned_from_turn_to_turn(
+    agent: dict[str, str], betas: str, ttl_s: float
+) -> None:
+    marked = {"cache_control": {"type": "ephemeral", "ttl": "1h"}}
+    document = {"messages": [], "nvext": marked}
+    headers = {"user-agent": "claude-cli/2.1.332", "anthropic-beta": betas, **agent}
+    await request_hook.read_body(Request.json, Request(document, headers=headers))
+    context = current()
+    assert context is not None
+    assert context.pins == ((WHOLE_PROMPT, ttl_s),)
+
+
 def hinted(*kinds: str, **payload: Any) -> dict[str, Any]:
     actions = [{"action_type": kind, "payload": payload} for kind in kinds]
     return {"messages": [], "kv_hints": {"actions": actions}}
