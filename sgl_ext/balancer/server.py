@@ -33,7 +33,7 @@ from sgl_ext.protocols import routes
 from sgl_ext.protocols.errors import BalancerError, plain_http, shutting_down
 from sgl_ext.settings.certificates import certificate_of
 from sgl_ext.settings.reloading import LiveSettings
-from sgl_ext.settings.schema import BalancerSettings, SettingsError
+from sgl_ext.settings.schema import BalancerSettings, PickerSettings, SettingsError
 from sgl_ext.settings.secrets import read_api_key
 from sgl_ext.supervision import Guard, StallMonitor, count_unhandled, supervise
 from sgl_ext.tenants import Tenants
@@ -84,7 +84,11 @@ class Balancer:
         tenants = Tenants(config.tenants, config.max_priority)
         key_file = None if config.keys is None else KeyFileReloader(Path(config.keys), metrics)
         authentication = Authentication(
-            read_api_key(config.api_key), key_file, tenants, config.isolates_tenants
+            read_api_key(config.api_key),
+            key_file,
+            tenants,
+            config.isolates_tenants,
+            is_behind_gateway=isinstance(config, PickerSettings),
         )
         self._heads = RequestHeadCache(authentication.admit)
         add_table = metrics.tables.add

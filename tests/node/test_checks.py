@@ -142,7 +142,7 @@ def test_a_full_disk_is_refused_and_a_small_one_named(
     disk(monkeypatch, 1 << 40)
     assert check_disks(settings) == ""
     disk(monkeypatch, GIB)
-    assert "has 1 GiB free, and logs and the store may grow to 1.75 GiB" in check_disks(settings)
+    assert "has 1 GiB free, and logs and the store may grow to 2 GiB" in check_disks(settings)
     disk(monkeypatch, 3 * MIB)
     with pytest.raises(SettingsError, match=r"3 MiB free; logs and the store need 32 MiB at least"):
         check_disks(settings)

@@ -148,12 +148,14 @@ class Authentication:
     key: the operator's.
     key_file: the tenants' keys.
     isolates: whether the engines get each tenant's cache group, so that groups share no prefixes.
+    is_behind_gateway: whether a gateway passes requests on, whose clients know it by its own name.
     """
 
     key: str | None
     key_file: KeyFileReloader | None
     tenants: Tenants
     isolates: bool
+    is_behind_gateway: bool = False
 
     def admit(self, head: RequestHead) -> None:
         """Sets the head's route and tenant. Raises BalancerError 400, 401, 403, 404, 405 or 415."""
@@ -167,7 +169,10 @@ class Authentication:
             self._set_tenant(head, stated)
         # A browser names the page as the origin of its own scripts.
         if not is_guarded and not routes.is_page(head.path):
-            refuse_page(head.fields, _needed_host(head))
+            needed = _needed_host(head)
+            if self.is_behind_gateway and needed is Host.ADDRESS:
+                needed = Host.ANY
+            refuse_page(head.fields, needed)
         head.is_socket = head.is_socket and head.path in routes.SOCKETS
         if head.is_socket:
             return  # its requests come with their own heads
