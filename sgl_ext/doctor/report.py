@@ -25,9 +25,12 @@ MEANINGS = {
     "evicted": "the prompt is the same, and the engine no longer had it",
     "context_changed": "the session moved to another context, in which this block differs",
     "new_version": "a new version of the client begins its prompts otherwise",
+    "ttl_cut": "the client says that it asks for an hour, and its marks ask for five minutes",
     "unknown": "a text changes",
 }
 _DO = {
+    "ttl_cut": "let the proxy before this node pass `ttl` on: LiteLLM cuts 1h to five minutes "
+    "unless its settings say otherwise",
     "tool_order": "start the launcher with --sort-tools, or send tools in one order",
     "tools_changed": "offer the same tools in every turn, new ones last; leave a tool unused "
     "by tool_choice instead of removing it",

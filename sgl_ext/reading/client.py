@@ -252,7 +252,7 @@ _PARENT_SESSIONS = (
     (_PARENT_THREAD, b"thread-id"),
 )
 _BETAS, _SIDE_QUERY = b"anthropic-beta", b"claude-code-side-query-"
-_EVICT = "prompt-caching-evict-"
+_EVICT, _HOUR = "prompt-caching-evict-", b"extended-cache-ttl-"
 _AGENT_HINT = AGENT_HINT_HEADER.encode()
 _WORD = re.compile(r"[A-Za-z0-9/][A-Za-z0-9_.:/%@+-]{0,63}")
 _DURATION = re.compile(rb"([^\x00-\x20\x7f-\xff;=]{1,128})=([0-9]{1,9})")
@@ -298,6 +298,7 @@ class ClientFacts(NamedTuple):
         hash (`session.shown_name`).
     own_class: what Claude Code calls the request for its vendor, such as `blocking-subagent`: the
         main agent waits for it.
+    asks_hour: whether Claude Code says that its marks ask for an hour.
     ignored: the headers and fields that were not of their form.
     """
 
@@ -317,6 +318,7 @@ class ClientFacts(NamedTuple):
     entrypoint: str = ""
     session: str = ""
     own_class: str = ""
+    asks_hour: bool = False
     ignored: tuple[str, ...] = ()
 
     def known(self) -> dict[str, Any]:
@@ -390,6 +392,7 @@ def read_headers(headers: Mapping[bytes, bytes]) -> ClientFacts:
         request_class=request_class or (SUBAGENT if is_subagent else ""),
         prev_tool_durations_ms=durations,
         is_subagent=is_subagent,
+        asks_hour=harness == CLAUDE_CODE and _HOUR in headers.get(_BETAS, b""),
         ignored=tuple(ignored),
         **found,
     )

@@ -69,6 +69,35 @@ class PromptDiagnosis(NamedTuple):
     divergence: dict[str, Any] | None
 
 
+_CUT = {
+    "scope": SESSION,
+    "part": "cache",
+    "block": "cache_control.ttl",
+    "byte": 0,
+    "bytes": 0,
+    "kind": "ttl_cut",
+    "tokens": 0,
+    "estimated": True,
+    "earlier_version": None,
+}
+
+
+def cut_ttl(facts: ClientFacts, body: Any) -> dict[str, Any] | None:
+    """A finding if a client says that it asks for an hour, and the marks of its instructions ask
+    for less: a proxy cut them."""
+    if not facts.asks_hour or facts.is_subagent or not isinstance(body, dict):
+        return None
+    blocks = body.get("system")
+    controls = [
+        control
+        for block in (blocks if isinstance(blocks, list) else ())
+        if isinstance(block, dict) and isinstance(control := block.get("cache_control"), dict)
+    ]
+    if not controls or any(control.get("ttl") not in (None, "5m") for control in controls):
+        return None
+    return {**_CUT, "version": facts.version or None}
+
+
 class Budget:
     """The time that comparisons may take.
 
@@ -142,7 +171,10 @@ class QuickDetector:
         nowhere. The arguments are those of `DivergenceDetector.diagnose`."""
         chain = routing.chain
         conversation = (routing.session, chain.opening) if routing.session is not None else None
+        cut = cut_ttl(facts, stripped.body)
         if self._heads.is_usual(conversation, chain):
+            if cut is not None:
+                return PromptDiagnosis(facts.harness, "", cut), None
             try:
                 sums = self._usual[facts.harness]
             except KeyError:
@@ -150,7 +182,8 @@ class QuickDetector:
             sums[0] += 1
             sums[1] += routing.prompt_tokens
             return None, None
-        return self._look(path, facts, stripped, routing, raw, conversation), None
+        found = self._look(path, facts, stripped, routing, raw, conversation)
+        return found if found.divergence else found._replace(divergence=cut), None
 
     def _look(
         self,
@@ -281,7 +314,7 @@ class DivergenceDetector:
             shown = logged(of_version, routing, prompt.version)
             return PromptDiagnosis(harness, model, shown), prompt
         if found is None:
-            return PromptDiagnosis(harness, model, None), prompt
+            return PromptDiagnosis(harness, model, cut_ttl(facts, body)), prompt
         difference = found.difference
         tokens = difference.lost_bytes * routing.prompt_tokens // max(routing.chain.ends[-1], 1)
         place = {key: getattr(difference, key) for key in _LOGGED}

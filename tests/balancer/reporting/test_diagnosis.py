@@ -430,3 +430,30 @@ async def test_a_new_version_that_breaks_the_cache_is_named_within_ten_requests(
     shown = " ".join(capsys.readouterr().out.split())
     assert "(version 2.1.332 -> 2.1.333)" in shown
     assert "system[1], byte 2,2" in shown
+
+
+@pytest.mark.parametrize("diagnose", [False, True])
+async def test_the_doctor_says_that_a_proxy_cuts_the_hour_that_a_client_asks_for(
+    start: Start, tmp_path: Path, capsys: pytest.CaptureFixture[str], diagnose: bool
+) -> None:
+    log = tmp_path / "requests.log"
+    client = await start(Engine("a", answer), request_log=str(log), diagnose=diagnose)
+    hour, brief = {"type": "ephemeral", "ttl": "1h"}, {"type": "ephemeral"}
+    betas = {"anthropic-beta": "extended-cache-ttl-2025-04-11"}
+
+    def marked(turn: int, control: dict[str, str]) -> dict[str, Any]:
+        text = {"type": "text", "text": SYSTEM, "cache_control": control}
+        return messages(turn, system=[text])
+
+    for turn in range(3):
+        await ask(client, marked(turn, brief), "cut", **betas)
+    await ask(client, marked(0, hour), "whole", **betas)
+    await ask(client, marked(0, brief), "usual")
+    await ask(client, marked(0, brief), "sub", **betas, **{"x-claude-code-agent-id": "a1"})
+    told = await lines(log, 6)
+    kinds = [line["divergence"] and line["divergence"]["kind"] for line in told]
+    assert kinds == ["ttl_cut"] * 3 + [None] * 3
+    assert await asyncio.to_thread(main, ["--url", str(client._base_url)]) == 1
+    shown = " ".join(capsys.readouterr().out.split())
+    assert "cache_control.ttl" in shown
+    assert "LiteLLM cuts 1h to five minutes" in shown
