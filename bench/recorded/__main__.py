@@ -4,8 +4,8 @@
 
 Recorded sessions of Claude Code (`bench/recorded/sessions.py`) on simulated engines in virtual time
 (`bench/sim`), with the balancer's own router and queue and the engines' own order and pins. So no
-figure depends on how fast this machine is. Without the file of sessions the bench makes some of the
-same shape, and `sessions` says so.
+figure but those of `real` depends on how fast this machine is. Without the file of sessions the
+bench makes some of the same shape, and `sessions` says so.
 
 Parts:
 
@@ -13,15 +13,18 @@ Parts:
     level      agents within a service level, on one engine and on four: `agents_at`
     gaps       the cached share by the time before a turn
     routers    ours and others on four engines, and in full size on 16
+    real       two real engines with a small model (`bench/recorded/real_engines.py`): whether the
+               answers are the same, and what the caches are read for
 
 A turn is within the level if its first token comes in the time that an idle engine needs to
 compute the mean prompt twice, and its stream has a fifth of a lone one's speed. `agents_at` is the
 number of agents at which 95% of turns are, between two numbers that were measured, or the most that
 was measured.
 
-`agents_vs_stock` is ours over stock on one engine, and `agents_vs_best_router` ours over the best
-of the others on four. `behind_any_arm` has each arm that is ahead of ours with the figure in which:
-beyond MARGIN, which two runs with other seeds differ by.
+`agents_vs_stock` is ours over stock on one engine, `agents_vs_hicache` the same where both have
+host memory, and `agents_vs_best_router` ours over the best of the others on four. `behind_any_arm`
+has each arm that is ahead of ours with the figure in which: beyond MARGIN, which two runs with
+other seeds differ by.
 
 Figures are of the sessions for judging; `--learning` takes the others, by which settings may be
 chosen.
@@ -41,19 +44,20 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from bench.lib.script import Size, parser_of, precondition, run
+from bench.recorded import real_engines
 from bench.recorded.arms import ARMS
 from bench.recorded.one_engine import MET, Level, engine_of, level_of, play
 from bench.recorded.routers import FIGURES, ROUTERS, behind, route
 from bench.recorded.sessions import Session, find_file, made_sessions, read_sessions
 
-PARTS = ("engine", "level", "gaps", "routers")
+PARTS = ("engine", "level", "gaps", "routers", "real")
 MARGIN = 0.03
 
 
 @dataclass(frozen=True, slots=True)
 class Amount:
     """grain: of the blocks. one: numbers of agents on one engine. each: on each of four.
-    fleets: numbers of engines. seeds: runs of each."""
+    fleets: numbers of engines. seeds: runs of each. real: rounds on real engines."""
 
     grain: int
     seeds: int
@@ -61,17 +65,30 @@ class Amount:
     each: tuple[int, ...]
     fleets: tuple[int, ...]
     others: tuple[str, ...]
+    real: int = 0
 
 
 _ALL = tuple(name for name in ARMS if name not in ("stock", "ours"))
 SIZES: dict[Size, Amount] = {
     "full": Amount(
-        16, 3, (8, 16, 24, 28, 32, 36, 40, 44, 48, 64, 96), (28, 32, 36, 40, 44, 48), (4, 16), _ALL
+        16,
+        3,
+        (8, 16, 24, 28, 32, 36, 40, 44, 48, 56, 64, 80, 96),
+        (28, 32, 36, 40, 44, 48),
+        (4, 16),
+        _ALL,
+        real=9,
     ),
     "quick": Amount(
-        32, 1, (24, 32, 40, 48), (32, 40, 48), (4,), ("fixed_ttl", "hicache", "ours_hicache")
+        32,
+        1,
+        (24, 32, 40, 48, 56, 64),
+        (32, 40, 48),
+        (4,),
+        ("fixed_ttl", "hicache", "ours_hicache"),
+        real=3,
     ),
-    "smallest": Amount(32, 1, (4, 8), (4,), (2,), ()),
+    "smallest": Amount(32, 1, (4, 8), (4,), (2,), (), real=1),
 }
 _AT_ROUTERS = 40  # agents for each engine, where routers are compared
 
@@ -128,6 +145,9 @@ def measure(
         found["gaps"] = _gaps(results, size)
     if "routers" in parts:
         found |= _routers(results, size)
+    if "real" in parts and size.real:
+        found["real"] = real = real_engines.measure(sessions, size.real)
+        found["wrong_answers"] = real["wrong_answers"]
     return found
 
 
@@ -204,6 +224,8 @@ def _levels(results: Mapping[Job, Result], size: Amount) -> dict[str, Any]:
     found: dict[str, Any] = {"agents_at": {"1": at_one, str(four): at_four}}
     if at_one["stock"]:
         found["agents_vs_stock"] = round(at_one["ours"] / at_one["stock"], 3)
+    if at_one.get("hicache"):
+        found["agents_vs_hicache"] = round(at_one["ours_hicache"] / at_one["hicache"], 3)
     best = max(at_four, key=lambda name: (name != "ours", at_four[name]))
     if at_four[best]:
         found["agents_vs_best_router"] = round(at_four["ours"] / at_four[best], 3)

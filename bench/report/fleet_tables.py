@@ -36,6 +36,16 @@ def recorded(found: Figures) -> Iterator[Table]:
     gaps = look(found, "gaps") or {}
     shares = {name: (name, "cached_share") for one in gaps.values() for name in one}
     yield arms_table(gaps, shares, "cached share, by the time before a turn", RECORDED_LABELS)
+    yield arms_table(
+        look(found, "real", "arms"),
+        {
+            "cached share": ("cached_share",),
+            "TTFT p50, s": ("ttft_p50_s",),
+            "p90, s": ("ttft_p90_s",),
+        },
+        "a real engine with a small model",
+        RECORDED_LABELS,
+    )
 
 
 def epp(found: Figures) -> Iterator[Table]:

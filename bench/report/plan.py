@@ -71,7 +71,7 @@ STEPS = (
     Planned("index", 120, 900),
     Planned("proxy", 125, 900, needs=_PEERS),
     Planned("routing", 300, 4800, needs=ROUTERS),
-    Planned("recorded", 100, 7200),
+    Planned("recorded", 240, 7200, has_engines=True),
     Planned("fanout", 65, 400, has_engines=True),
     Planned("header_strip", 145, 900, has_engines=True),
     Planned("warm_turn", 225, 1200, has_engines=True),

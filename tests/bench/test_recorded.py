@@ -13,6 +13,7 @@ import pytest
 from bench.recorded.__main__ import agents_at
 from bench.recorded.arms import ARMS
 from bench.recorded.one_engine import engine_of, play
+from bench.recorded.real_engines import Step, steps
 from bench.recorded.replay import compile_calls, replay
 from bench.recorded.routers import behind
 from bench.recorded.sessions import (
@@ -251,3 +252,25 @@ def test_an_arm_ahead_of_ours_is_named_with_its_figure() -> None:
     faster = {**ours, "ttft_p90_s": 1.5, "cached_share": 0.81}
     assert behind({"ours": ours, "other": faster}, 0.03) == ["other ttft_p90_s"]
     assert behind({"ours": ours, "other": ours}) == []
+
+
+def test_messages_share_what_blocks_share() -> None:
+    first = turn([1, 2, 3, 4])
+    longer, rewritten = turn([1, 2, 3, 4, 5, 6], think_s=50.0), turn([1, 2, 3, 9, 10])
+    conversation = Conversation("v1", 2 * BLOCK, (first, longer, rewritten))
+    one, two, three = steps(conversation, "a", 8)
+    other = steps(conversation, "b", 8)[0]
+
+    def texts(step: Step) -> list[str]:
+        return [message["content"][0]["text"] for message in step.body["messages"]]
+
+    # The head is that of its version, whoever uses it.
+    assert one.body["system"][0] == other.body["system"][0]
+    assert texts(one) != texts(other)
+    assert texts(two)[:-1] == texts(one)
+    # A turn that goes on from the middle of a message has none of that message.
+    assert len(texts(three)) == 1
+    assert texts(three) != texts(one)
+    assert (one.gap_s, two.gap_s) == (0.0, 0.5)
+    marked = [m["content"][0].get("cache_control") for m in two.body["messages"]]
+    assert marked == [None, {"type": "ephemeral"}]

@@ -18,6 +18,8 @@ WITH_ENGINES = (
     *("fanout", "header_strip", "pin_flood", "priority", "speculative_prefill"),
     *("warm_turn", "long_history", "tiers", "agents_jobs", "decode"),
 )
+# Benches of several files, with engines.
+PACKAGES = ("recorded",)
 TIMED = ("warm_turn", "long_history")
 
 # It runs a real Envoy.
@@ -65,7 +67,7 @@ def test_the_bench_of_the_endpoint_picker_holds_its_invariants() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", WITH_ENGINES)
+@pytest.mark.parametrize("name", [*WITH_ENGINES, *PACKAGES])
 def test_a_bench_of_engines_holds_its_invariants(name: str, bench_with_engines: Bench) -> None:
     assert bench_with_engines(name)["bench"] == name
 

@@ -1,0 +1,246 @@
+"""Recorded sessions on two real engines with a small model: SGLang as it is, and ours.
+
+Engines this small cannot hold prompts of 122K tokens. So a recorded block of 64 tokens is one short
+word here, and a second of a gap is `_GAP_SCALE` of one. Which blocks a prompt shares with the one
+before, how it grows, and how gaps and sizes differ from turn to turn is as recorded. Answers are
+short. Sub-agents are left out.
+
+Both arms play the same sessions one after the other, in another order each round, each time from an
+empty cache: people who need more memory at once than an engine has.
+Requests are Anthropic messages, with the marks that Claude Code sets: at the end of the system text
+and at the end of the last message. Greedy answers to the same prompt are compared, whatever was
+cached, held back or pinned: `wrong_answers` counts those that differ.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import random
+import statistics
+import tempfile
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import orjson
+import requests
+from sgl_ext_cpu.node import Node, local_model
+
+from bench.lib.arms import rotated, running_arms
+from bench.lib.engines import Engines, pool_tokens
+from bench.lib.script import precondition, require
+from bench.lib.spread import ratio_spread, spread
+from bench.recorded.sessions import BLOCK_TOKENS, Conversation, Session
+
+_GAP_SCALE, _MOST_GAP_S = 1 / 100, 3.0
+_ANSWER_TOKENS = 8
+_MOST_BLOCKS = 1_200
+"""Longer prompts are left out: one of them would be half of an engine's memory."""
+_LEAST_TURNS = 6
+_FLAGS = ("--max-total-tokens", "16384", "--enable-cache-report")
+_TIMEOUT = aiohttp.ClientTimeout(total=300)
+
+
+@dataclass(frozen=True)
+class Step:
+    """A turn of an agent. id: equal for equal prompts of a round."""
+
+    id: str
+    body: dict[str, Any]
+    gap_s: float
+
+
+@dataclass(frozen=True)
+class Seen:
+    """An answer as its client saw it."""
+
+    text: str
+    prompt_tokens: int
+    cached_tokens: int
+    ttft_s: float
+
+
+def measure(
+    sessions: Sequence[Session], rounds: int, agents: int = 12, turns: int = 8
+) -> dict[str, Any]:
+    """Starts both engines and plays so many rounds, each with other sessions.
+
+    agents: how many at once. turns: of each, at most.
+    """
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+    engines = Engines(local_model("tiny"))
+    usable = [one.conversations[0] for one in sessions if _is_usable(one.conversations[0])]
+    precondition(len(usable) >= agents, "there are sessions that are short enough")
+    with tempfile.TemporaryDirectory(prefix="sgl-ext-bench-") as folder:
+        starts = {
+            "stock": partial(engines.stock, Path(folder) / "stock", *_FLAGS),
+            "ours": partial(engines.ours, Path(folder) / "ours", *_FLAGS),
+        }
+        with running_arms(starts) as nodes:
+            return asyncio.run(_rounds(nodes, usable, rounds, agents, turns))
+
+
+async def _rounds(
+    nodes: Mapping[str, Node],
+    usable: Sequence[Conversation],
+    rounds: int,
+    agents: int,
+    turns: int,
+) -> dict[str, Any]:
+    pool = pool_tokens(nodes["stock"])
+    seen: dict[str, list[dict[str, Seen]]] = {name: [] for name in nodes}
+    wrong = 0
+    for number in range(rounds):
+        chance = random.Random(number)
+        chosen = chance.sample(usable, agents)
+        played = [steps(one, f"{number} {place}", turns) for place, one in enumerate(chosen)]
+        for name in rotated(list(nodes), number):
+            await asyncio.to_thread(_forget_all, nodes[name])
+            seen[name].append(await _play(nodes[name].url, played))
+        ours, stock = seen["ours"][-1], seen["stock"][-1]
+        require(ours.keys() == stock.keys(), "both arms answer the same turns")
+        wrong += sum(ours[id].text != stock[id].text for id in ours)
+    needed = statistics.mean(
+        sum(_largest(one, name) for name in range(agents)) for one in seen["stock"]
+    )
+    precondition(needed > pool, "the agents need more than an engine's memory", needed=needed)
+    return {
+        "rounds": rounds,
+        "agents": agents,
+        "memory_over_pool": round(needed / pool, 2),
+        "answers": sum(map(len, seen["ours"])),
+        "wrong_answers": wrong,
+        "arms": {name: _figures(found) for name, found in seen.items()},
+        "ttft_p90_vs_stock": ratio_spread(
+            [_at(one, 0.9) for one in seen["ours"]], [_at(one, 0.9) for one in seen["stock"]]
+        ),
+    }
+
+
+def _forget_all(node: Node) -> None:
+    requests.post(f"{node.engines[0]}/flush_cache", timeout=60).raise_for_status()
+
+
+def steps(conversation: Conversation, name: str, turns: int) -> list[Step]:
+    """The first turns of a conversation as messages, each with what the one before it shares."""
+    found: list[Step] = []
+    before: list[int] = []
+    ends: list[int] = []
+    head = max(1, conversation.head_tokens // BLOCK_TOKENS)
+    for number, turn in enumerate(conversation.turns[:turns]):
+        blocks = [first + place for first, count in turn.runs for place in range(count)]
+        common = _common(before, blocks)
+        ends = [end for end in ends if end <= common]
+        ends = sorted({min(head, len(blocks)), *ends, len(blocks)})
+        texts = [
+            _text(name if begin else conversation.version, blocks[begin:end], begin)
+            for begin, end in zip([0, *ends], ends, strict=False)
+        ]
+        found.append(
+            Step(
+                f"{name} {number}",
+                _body(texts[0], texts[1:] or ["Go on."]),
+                min(turn.think_s * _GAP_SCALE, _MOST_GAP_S) if number else 0.0,
+            )
+        )
+        before = blocks
+    return found
+
+
+def _body(system: str, messages: Sequence[str]) -> dict[str, Any]:
+    mark = {"cache_control": {"type": "ephemeral"}}
+    contents: list[dict[str, Any]] = [{"type": "text", "text": text} for text in messages]
+    contents[-1] |= mark
+    return {
+        "model": "bench",
+        "system": [{"type": "text", "text": system, **mark}],
+        "messages": [{"role": "user", "content": [content]} for content in contents],
+        "max_tokens": _ANSWER_TOKENS,
+        "temperature": 0,
+        "stream": True,
+    }
+
+
+def _text(name: str, blocks: Sequence[int], begin: int) -> str:
+    """A word for each block. Blocks of the head are known by their place, as conversations of the
+    same version share it; others by their number."""
+    salt = sum(name.encode()) % 89
+    numbers = blocks if begin else range(len(blocks))
+    return f"{name}: {' '.join(f'{number * 7919 + salt:x}'[-3:] for number in numbers)}"
+
+
+def _is_usable(conversation: Conversation) -> bool:
+    turns = conversation.turns
+    return len(turns) >= _LEAST_TURNS and all(
+        turn.prompt_tokens <= _MOST_BLOCKS * BLOCK_TOKENS for turn in turns[:_LEAST_TURNS]
+    )
+
+
+def _common(one: Sequence[int], other: Sequence[int]) -> int:
+    pairs = zip(one, other, strict=False)
+    return next((n for n, (a, b) in enumerate(pairs) if a != b), min(len(one), len(other)))
+
+
+async def _play(url: str, played: Sequence[Sequence[Step]]) -> dict[str, Seen]:
+    """Each agent's turns one after the other, all agents at once."""
+    found: dict[str, Seen] = {}
+    connector = aiohttp.TCPConnector(limit=0)
+    async with aiohttp.ClientSession(connector=connector, timeout=_TIMEOUT) as http:
+
+        async def agent(number: int, own: Sequence[Step]) -> None:
+            for step in own:
+                await asyncio.sleep(step.gap_s)
+                found[step.id] = await _ask(http, url, step, number)
+
+        await asyncio.gather(*(agent(number, own) for number, own in enumerate(played)))
+    return found
+
+
+async def _ask(http: aiohttp.ClientSession, url: str, step: Step, agent: int) -> Seen:
+    sent_s, first_s = time.perf_counter(), 0.0
+    text, prompt, cached = "", 0, 0
+    headers = {"x-claude-code-session-id": f"session-{agent}", "x-api-key": "none"}
+    async with http.post(f"{url}/v1/messages", json=step.body, headers=headers) as response:
+        response.raise_for_status()
+        async for line in response.content:
+            if not line.startswith(b"data: {"):
+                continue
+            event = orjson.loads(line[6:])
+            usage = event.get("usage") or event.get("message", {}).get("usage") or {}
+            if "input_tokens" in usage:
+                cached = usage.get("cache_read_input_tokens") or 0
+                written = usage.get("cache_creation_input_tokens") or 0
+                prompt = usage["input_tokens"] + written + cached
+            if event["type"] == "content_block_delta":
+                first_s = first_s or time.perf_counter()
+                delta = event["delta"]
+                text += delta.get("thinking", delta.get("text", ""))
+            require(event["type"] != "error", "each turn is answered", event=event)
+    return Seen(text, prompt, cached, (first_s or time.perf_counter()) - sent_s)
+
+
+def _largest(found: Mapping[str, Seen], agent: int) -> int:
+    return max(one.prompt_tokens for id, one in found.items() if id.split()[1] == str(agent))
+
+
+def _at(found: Mapping[str, Seen], share: float) -> float:
+    times = sorted(one.ttft_s for one in found.values())
+    return times[min(int(share * len(times)), len(times) - 1)]
+
+
+def _figures(rounds: Sequence[Mapping[str, Seen]]) -> dict[str, Any]:
+    return {
+        "cached_share": spread([_cached_share(one) for one in rounds]),
+        "ttft_p50_s": spread([_at(one, 0.5) for one in rounds]),
+        "ttft_p90_s": spread([_at(one, 0.9) for one in rounds]),
+    }
+
+
+def _cached_share(found: Mapping[str, Seen]) -> float:
+    prompt = sum(one.prompt_tokens for one in found.values())
+    return sum(one.cached_tokens for one in found.values()) / max(prompt, 1)
