@@ -55,7 +55,9 @@ def test_the_wheel_holds_the_packages_the_recipes_and_the_documents_and_nothing_
     recipes = {name for name in recipes if not name.startswith("cpu/") and name[-3:] != ".py"}
     assert {"gpu.toml", "cpu.toml", "alerts.yml", "kubernetes/base/engine.yaml"} <= recipes
     recipes.add("cpu/overrides.txt")
-    documents = {name for name in tracked("docs") if not name.endswith((".py", ".json", ".toml"))}
+    documents = {
+        name for name in tracked("docs") if not name.endswith((".py", ".json", ".toml", ".txt"))
+    }
     assert {"docs/index.md", "docs/start/team.md", "docs/images/page-light.webp"} <= documents
     recipes |= documents
     packages = tracked("sgl_ext", "scheduler", "radix")

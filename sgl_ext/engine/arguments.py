@@ -23,6 +23,11 @@ def resolved(args: "ServerArgs") -> "ResolvedArgs":
     return sglang_api.resolving_view(args)
 
 
+def being_resolved(args: "ServerArgs") -> "ResolvedArgs":
+    """The arguments while SGLang resolves them: what it has decided of them so far."""
+    return sglang_api.resolving_view(args)
+
+
 def in_effect() -> "ResolvedArgs":
     """The arguments in effect in this process of an engine. Raises ValueError before SGLang has
     published them, which it does before it starts what the process is for."""

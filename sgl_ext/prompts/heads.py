@@ -172,6 +172,8 @@ class Heads:
         if old is None:
             return self._begins(conversation, chain)
         last = old[0].hashes
+        if not last:
+            return self._begins(conversation, chain)
         end, count = len(last), len(hashes)
         if end > count or hashes[end - 1] != last[-1]:
             return False

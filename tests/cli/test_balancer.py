@@ -59,8 +59,9 @@ async def test_status_and_pins(verb: Verb) -> None:
 async def test_an_engine_is_drained_and_taken_back(verb: Verb, engines: list[Engine]) -> None:
     url = engines[0].url
     code, out, _ = await verb("drain", url, "--wait")
-    assert (code, out) == (0, f"{url} has left. Take it back: sgl-ext add {url}\n")
-    assert url not in (await verb("status"))[1].splitlines()[-1]
+    assert (code, out) == (0, f"{url} is drained. Take it back: sgl-ext undrain {url}\n")
+    row = next(line for line in (await verb("status"))[1].splitlines() if line.startswith(url))
+    assert row.split()[1] == "drained"
     code, out, _ = await verb("add", url)
     assert (code, "ready" in out) == (0, True)
     assert (await verb("status"))[1].count("ready") == 2

@@ -35,7 +35,7 @@ def test_messages_streamed(claude: anthropic.Anthropic) -> None:
 
 
 def test_a_malformed_message_is_anthropics_bad_request(claude: anthropic.Anthropic) -> None:
-    with pytest.raises(anthropic.BadRequestError, match="max_tokens must be positive") as raised:
+    with pytest.raises(anthropic.BadRequestError, match="max_tokens: must be positive") as raised:
         claude.messages.create(model="tiny", max_tokens=-1, messages=_MESSAGES)
     assert raised.value.type == "invalid_request_error"
 

@@ -187,8 +187,12 @@ async def _conversations(metrics: Metrics) -> ConversationStore:
 async def _services() -> Any:
     metrics = Metrics()
     tenants = Tenants((), EngineSettings().max_priority)
+    router = Router(Workers(metrics), metrics, tenants=tenants)
+    pool = SimpleNamespace(router=router)
     return SimpleNamespace(
-        router=Router(Workers(metrics), metrics, tenants=tenants),
+        tenants=tenants,
+        router=router,
+        models=SimpleNamespace(named=lambda _: pool, serving=lambda _: pool),
         bodies=SimpleNamespace(conversations=await _conversations(metrics), hint_rules=None),
         rate_limits=RateLimits(None, metrics),
         request_log=SimpleNamespace(detector=None),

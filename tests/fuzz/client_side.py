@@ -70,7 +70,9 @@ def _read(reader: RequestReader, pieces: list[bytes]) -> list[Request]:
 def forwarded(request: Request) -> bytes:
     """What the balancer would send to an engine."""
     sent: list[bytes] = []
-    services: Any = SimpleNamespace(control=_POOL, span_export=None)
+    services: Any = SimpleNamespace(
+        control=_POOL, span_export=None, models=SimpleNamespace(default=None)
+    )
     connection: Any = SimpleNamespace(
         send=lambda _, head, body, method: sent.extend((head, bytes(body)))
     )

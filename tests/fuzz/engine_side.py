@@ -83,6 +83,7 @@ class _Server:
         nothing = _Nothing()
         self._services: Any = SimpleNamespace(
             control=pool,
+            models=nothing,
             retries=nothing,
             router=nothing,
             rate_limits=nothing,

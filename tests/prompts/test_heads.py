@@ -13,7 +13,7 @@ from sgl_ext.prompts import heads
 from sgl_ext.prompts.blocks import Block, read_blocks
 from sgl_ext.prompts.heads import NEW_VERSION, PIECE_BYTES, VERSION, Found, Heads
 from sgl_ext.protocols.registry import of_path
-from sgl_ext.reading.segments import read_chain
+from sgl_ext.reading.segments import Chain, read_chain
 from tests.prompts.examples import MESSAGES, SYSTEM, TOOLS, messages, system, turns
 
 PROTOCOL = of_path(MESSAGES)
@@ -164,3 +164,11 @@ def test_the_order_of_tools_is_a_place_in_the_tools(doctor: Doctor) -> None:
     found = doctor.see(messages(1, tools=TOOLS[1:] + TOOLS[:1]))
     assert found is not None
     assert (found.kind, found.place.part) == ("tools_changed", "tools")
+
+
+def test_a_prompt_without_a_segment_is_usual_again_and_again() -> None:
+    known = Heads()
+    for _ in range(3):
+        assert known.is_usual("conversation", Chain())
+    known.find("conversation", "group", Chain(), "1.0", list)
+    assert known.is_usual("conversation", Chain())

@@ -127,8 +127,10 @@ class Models(Collector):
     @property
     def listed(self) -> list[ModelPool]:
         """The models that clients may name, those without a worker, too, if the operator names
-        them."""
-        return [pool for pool in self.all if self._is_known(pool)]
+        them: first those in the operator's order, then others by their names."""
+        places = {name: place for place, name in enumerate(self.names)}
+        known = filter(self._is_known, self.all)
+        return sorted(known, key=lambda pool: (places.get(pool.name, len(places)), pool.name))
 
     def _is_known(self, pool: ModelPool) -> bool:
         return bool(pool.name) and (pool.name in self.names or pool.is_listed)

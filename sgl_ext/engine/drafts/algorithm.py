@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 from typing import Any
 
-from sgl_ext.engine import sglang_api
+from sgl_ext.engine import arguments, sglang_api
 from sgl_ext.settings.schema import EngineSettings
 
 ALGORITHM = "SGL_EXT_CONTEXT"
@@ -52,7 +52,7 @@ def register() -> None:
             return False
 
         def handle_server_args(self, server_args: Any) -> None:
-            so_far = sglang_api.resolving_view(server_args)  # SGLang is resolving them
+            so_far = arguments.being_resolved(server_args)  # SGLang is resolving them
             tokens = so_far.speculative_num_draft_tokens or VERIFIED_TOKENS
             changed = {
                 "enable_mixed_chunk": False,

@@ -17,7 +17,7 @@ from dataclasses import replace
 from importlib import import_module
 from typing import Any
 
-from sgl_ext.engine import sglang_api
+from sgl_ext.engine import arguments, sglang_api
 from sgl_ext.engine.drafts.drafter import PLACE, Drafter, Plan
 from sgl_ext.settings.schema import EngineSettings
 
@@ -37,13 +37,13 @@ def worker_class() -> type:
         def __init__(self, server_args: Any, gpu_id: int, nccl_port: int, target_worker: Any):
             super().__init__()
             del server_args, gpu_id, nccl_port
-            spec, schedule = sglang_api.get_spec(), sglang_api.get_schedule()
+            in_effect = arguments.in_effect()
             self._target_worker = target_worker
             self.model_runner = target_worker.model_runner
-            self.speculative_num_draft_tokens = spec.speculative_num_draft_tokens
+            self.speculative_num_draft_tokens = in_effect.speculative_num_draft_tokens
             self.device = self.model_runner.device
-            self._overlaps = not schedule.disable_overlap_schedule
-            self._stride = most = int(self.speculative_num_draft_tokens)
+            self._overlaps = not in_effect.disable_overlap_schedule
+            self._stride = most = int(self.speculative_num_draft_tokens or 1)
             is_cpu = torch.device(self.device).type == "cpu"
             widths = {1, most} | ({width for width in WIDTHS if width < most} if is_cpu else set())
             scope = EngineSettings.from_environment().draft_from_context

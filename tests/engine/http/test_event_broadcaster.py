@@ -445,6 +445,8 @@ def test_changes_are_published_once_and_load_when_it_changed() -> None:
         "context_tokens": 64,
         "prefill_tokens": 700,
         "prefill_ms": 9,
+        "pin_budget_tokens": 100,
+        "pins_declined": {},
     }
     load = {"running": 1, "queued": 0, **idle}
     publishes = ["prefixes", "load"]

@@ -1,6 +1,6 @@
 """When a scheduler's load is sent."""
 
-from collections import deque
+from collections import Counter, deque
 from types import SimpleNamespace
 from typing import Any
 
@@ -42,7 +42,13 @@ def test_a_shared_tier_is_named_first_and_what_reads_cost_when_that_changes(
     cache: Any = SimpleNamespace(
         cache_controller=object(),
         loads=SimpleNamespace(cost=cost),
-        pins=SimpleNamespace(tokens=0, changed={}, rejected=0),
+        pins=SimpleNamespace(
+            tokens=0,
+            changed={},
+            rejected=0,
+            declined=Counter[str](),
+            pins=SimpleNamespace(device=SimpleNamespace(budget_tokens=100)),
+        ),
         residency=SimpleNamespace(host=object(), changed=False, deferred=0, forgotten=0),
         host_tokens=500,
         sweep=lambda steps: None,
