@@ -95,8 +95,6 @@ DRAFTS = (
     "sglang.srt.model_executor.forward_batch_info:ForwardMode",
     f"{_MANAGERS}.utils:GenerationBatchResult",
     f"{_ARGUMENTS}:declare_resolution",
-    f"{_CONTEXT}:get_schedule",
-    f"{_CONTEXT}:get_spec",
 )
 """What drafts from context need; nothing of it is imported where they are off."""
 _PATHS = (path.split(":") for path in ANY_PROCESS + HTTP_PROCESS + SCHEDULER_PROCESS + DRAFTS)
