@@ -370,8 +370,8 @@ def test_agents_under_pressure_find_what_is_claimed(engine: Engine, watch: Watch
             until(lambda chain=chain: chain[-1] in watch.held)  # type: ignore[misc]
             watch.settle()
     assert any(line.get("removed") for line in watch.lines), "there was no pressure"
-    # Where a chain forks for the first time, the end is an estimate until then.
-    assert wrong <= 1
+    # Where a chain forks for the first time, the end is an estimate until then: once for each fork.
+    assert wrong <= len(begun)
     assert exact >= 2 * len(bodies) - 12
 
 
