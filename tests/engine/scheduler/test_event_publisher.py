@@ -121,7 +121,11 @@ def chain_of(path: str, body: dict[str, Any]) -> list[str]:
 def text(words: int) -> str:
     """A text that nobody sent before."""
     source = random.Random(next(_fresh))
-    return f"{next(_fresh)} " + " ".join(source.choice(_WORDS) for _ in range(words))
+    return f"{next(_fresh)} {_words(source, words)}"
+
+
+def _words(source: random.Random, count: int) -> str:
+    return " ".join(source.choice(_WORDS) for _ in range(count))
 
 
 @contextmanager
@@ -355,10 +359,18 @@ def test_under_pressure_claims_follow_the_cache(engine: Engine, watch: Watch) ->
 
 
 def test_agents_under_pressure_find_what_is_claimed(engine: Engine, watch: Watch) -> None:
-    """As above, with chains of many segments that fork where segments end."""
-    trunk: dict[str, Any] = {**ONE, "tools": TOOLS, "system": text(150)}
-    begun = [[user(40), {"role": "assistant", "content": text(30)}] for _ in range(8)]
-    bodies = [{**trunk, "messages": [*begun[at % 8], user(60)]} for at in range(40)]
+    """As above, with chains of many segments that fork where segments end.
+
+    How far an estimate is off depends on the text. So the texts are the same whatever ran before.
+    """
+    source = random.Random(1)
+
+    def said(role: str, words: int) -> dict[str, str]:
+        return {"role": role, "content": _words(source, words)}
+
+    trunk: dict[str, Any] = {**ONE, "tools": TOOLS, "system": _words(source, 150)}
+    begun = [[said("user", 40), said("assistant", 30)] for _ in range(8)]
+    bodies = [{**trunk, "messages": [*begun[at % 8], said("user", 60)]} for at in range(40)]
     wrong, exact = 0, 0
     for _ in range(2):
         for body in random.Random(9).sample(bodies, len(bodies)):
@@ -370,8 +382,8 @@ def test_agents_under_pressure_find_what_is_claimed(engine: Engine, watch: Watch
             until(lambda chain=chain: chain[-1] in watch.held)  # type: ignore[misc]
             watch.settle()
     assert any(line.get("removed") for line in watch.lines), "there was no pressure"
-    # Where a chain forks for the first time, the end is an estimate until then: once for each fork.
-    assert wrong <= len(begun)
+    # Where a chain forks for the first time, the end is an estimate until then.
+    assert wrong <= 1
     assert exact >= 2 * len(bodies) - 12
 
 
