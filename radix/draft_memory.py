@@ -1,20 +1,19 @@
-"""What drafts are found in: the tokens that a request has read and written, and those that earlier
-requests left.
+"""Finds drafts in the tokens of a request, and in those that earlier requests left.
 
-A draft is a guess of a request's next tokens. The longest suffix of its tokens that stands at an
-earlier place is looked for; of several such places the last one counts. The draft is what follows
-there:
+A draft is a guess of a request's next tokens. `find_draft` looks for the longest suffix of the
+request's tokens that stands at an earlier place, too. Of several places it takes the last. The
+draft is what follows there:
 
     ... def greet(name):  return ...        ... def greet(name):
         ^^^^^^^^^^^^^^^^  ~~~~~~ the draft       ^^^^^^^^^^^^^^^^ the suffix
 
-There is no index to build. All places of the last token are found by one comparison of an array,
-and compared backwards together, which takes less time than a step of decoding (`bench.decode`
-measures it). So a prompt costs 4 bytes a token and a copy when its answer begins, and its first
-token waits for nothing.
+There is no index to build. One comparison of an array finds all places of the last two tokens.
+Then the tokens before all these places are compared together. This takes less time than a step of
+decoding (`bench.decode` measures it). So a prompt costs 4 bytes a token, and a copy when its answer
+begins. Its first token waits for nothing.
 
-Earlier requests leave their last tokens under a key. Only requests of the same key find them, so
-whoever makes the keys decides who may draft from whom.
+Earlier requests leave their last tokens under a key. Only requests of the same key find them: the
+key decides who drafts from whom.
 """
 
 from collections import OrderedDict
@@ -27,16 +26,16 @@ from numpy.typing import NDArray
 Tokens: TypeAlias = NDArray[np.int32]
 
 SEARCHED_TOKENS = 131_072
-"""A request's last tokens that are searched; older ones are not kept."""
+"""How many of a request's last tokens are searched. Older ones are dropped."""
 
 LOOK_BACK = 32
 """Longer matches are taken for this long."""
 
 RECALLED_TOKENS = 65_536
-"""The most tokens that are kept under one key."""
+"""The most tokens under one key."""
 
 LEFT_TOKENS = 32_768
-"""The last tokens of a request that are kept for later ones."""
+"""How many of its last tokens a request leaves to later ones."""
 
 _COMPARED_AT_ONCE = 64
 _NOTHING: Tokens = np.empty(0, np.int32)

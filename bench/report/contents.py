@@ -31,8 +31,9 @@ SECTIONS = (
         "the project's own; of other routers the policy. A turn is within the level if its first "
         "token comes in the time that computing the mean prompt takes twice, and its stream has a "
         "fifth of a lone one's speed. Agents are those at which 95% of turns are; "
-        "48 an engine is the most that was measured. Host memory is "
-        "twice the device's.",
+        "64 an engine is the most that was measured. Host memory is "
+        "twice the device's. The last table is of two real engines on this CPU, with prompts that "
+        "are a small part of the recorded size.",
         fleet_tables.recorded,
         "guide/priority.md",
     ),

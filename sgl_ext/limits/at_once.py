@@ -20,6 +20,16 @@ PROCESSES = 64
 SIZE_BYTES = SLOTS * 8 + SLOTS * PROCESSES * 4
 
 
+@contextmanager
+def locked(file: int) -> Iterator[None]:
+    """No other process of the group is here meanwhile. A process that dies gives its lock back."""
+    fcntl.lockf(file, fcntl.LOCK_EX)
+    try:
+        yield
+    finally:
+        fcntl.lockf(file, fcntl.LOCK_UN)
+
+
 class RequestsAtOnce:
     """The counts of one process alone."""
 
@@ -53,12 +63,12 @@ class SharedRequestsAtOnce(RequestsAtOnce):
         self._cells = buffer[SLOTS * 8 : SIZE_BYTES].cast("I")
         self._file, self._process = file, process
         self._slots: dict[str, int] = {}
-        with self._locked():
+        with locked(self._file):
             for slot in range(SLOTS):
                 self._cells[slot * PROCESSES + process] = 0
 
     def enter(self, key: str, limit: int) -> bool:
-        with self._locked():
+        with locked(self._file):
             slot = self._slot_of(key)
             if slot is not None:
                 cells = self._cells[slot * PROCESSES : (slot + 1) * PROCESSES]
@@ -95,11 +105,3 @@ class SharedRequestsAtOnce(RequestsAtOnce):
         if free is not None:
             self._names[free] = name
         return free
-
-    @contextmanager
-    def _locked(self) -> Iterator[None]:
-        fcntl.lockf(self._file, fcntl.LOCK_EX)
-        try:
-            yield
-        finally:
-            fcntl.lockf(self._file, fcntl.LOCK_UN)

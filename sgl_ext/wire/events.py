@@ -47,7 +47,6 @@ class EngineLoad(TypedDict, total=False):
     context_tokens: the longest prompt and answer together. prefill_tokens, prefill_ms: what was
     computed since the start, and how long it took. pin_budget_tokens: how many tokens pins may have
     together. pins_declined: the marks that got no pin since the start, by the reason.
-    pins_refused: their sum.
     host_capacity_tokens: of an engine with a host tier.
     """
 
@@ -64,7 +63,6 @@ class EngineLoad(TypedDict, total=False):
     prefill_tokens: _Count
     prefill_ms: _Count
     host_capacity_tokens: _Count
-    pins_refused: _Count
 
 
 StoredRow = tuple[str, str | None, int] | list[Any]

@@ -266,9 +266,7 @@ def test_numbers_that_json_has_not_arrive(client: Client, protocol: str) -> None
 
 
 @pytest.mark.parametrize("stream", [True, False])
-@pytest.mark.parametrize(
-    "arguments", ["", scripts.BROKEN_ARGUMENTS, "[1]", "look", "null", "7"]
-)
+@pytest.mark.parametrize("arguments", ["", scripts.BROKEN_ARGUMENTS, "[1]", "look", "null", "7"])
 def test_broken_arguments_come_back(
     scripted: Node, client: Client, api_keys: dict[str, str], arguments: str, stream: bool
 ) -> None:

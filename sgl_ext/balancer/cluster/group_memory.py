@@ -4,11 +4,8 @@ The first process makes it before it forks the others, so they inherit it, and i
 last of them. Process 0 writes the index; all look up in it.
 """
 
-import fcntl
 import mmap
 import os
-from collections.abc import Iterator
-from contextlib import contextmanager
 
 import xxhash
 
@@ -16,7 +13,7 @@ from radix.index_memory import MAX_HOLDERS, IndexMemory
 from sgl_ext.balancer.routing.prefixes import Prefixes
 from sgl_ext.balancer.routing.workers import Slots
 from sgl_ext.limits import at_once
-from sgl_ext.limits.at_once import SharedRequestsAtOnce
+from sgl_ext.limits.at_once import SharedRequestsAtOnce, locked
 
 _WRITER = 0
 _SLOT_BYTES = 16 * MAX_HOLDERS
@@ -70,13 +67,13 @@ class GroupSlots(Slots):
         self._names, self._users = words[:MAX_HOLDERS], words[MAX_HOLDERS:]
         self._file = file
         self._mine = 1 << process
-        with self._locked():
+        with locked(self._file):
             for slot, users in enumerate(self._users):
                 self._users[slot] = users & ~self._mine
 
     def take(self, worker: str) -> int:
         name = xxhash.xxh3_64_intdigest(worker.encode())
-        with self._locked():
+        with locked(self._file):
             slots = [*zip(self._names, self._users, strict=True)]
             known = (slot for slot, (other, users) in enumerate(slots) if users and other == name)
             free = (slot for slot, (_, users) in enumerate(slots) if not users)
@@ -93,14 +90,5 @@ class GroupSlots(Slots):
         if slot >= MAX_HOLDERS:
             super().give_back(slot - MAX_HOLDERS)
             return
-        with self._locked():
+        with locked(self._file):
             self._users[slot] &= ~self._mine
-
-    @contextmanager
-    def _locked(self) -> Iterator[None]:
-        """No other process is here. A process that dies gives its lock back."""
-        fcntl.lockf(self._file, fcntl.LOCK_EX)
-        try:
-            yield
-        finally:
-            fcntl.lockf(self._file, fcntl.LOCK_UN)

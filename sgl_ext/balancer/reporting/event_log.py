@@ -158,15 +158,16 @@ def _line(event: NodeEvent) -> bytes:
 
 
 def _append_lines(path: Path, data: bytes) -> None:
-    file = open_locked(path)
-    try:
-        if os.fstat(file).st_size + len(data) > FILE_BYTES:
+    while True:
+        file = open_locked(path)
+        try:
+            size = os.fstat(file).st_size
+            if not size or size + len(data) <= FILE_BYTES:
+                os.write(file, data)
+                return
             path.replace(f"{path}.1")
+        finally:
             os.close(file)
-            file = open_locked(path)
-        os.write(file, data)
-    finally:
-        os.close(file)
 
 
 def _stamp(path: Path) -> tuple[int, int, int] | None:

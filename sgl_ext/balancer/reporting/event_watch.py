@@ -39,7 +39,6 @@ class EventWatch:
         self._names: set[str] = set()
         self._refused: dict[str, int] = {}
         limit = "limit reached"
-        convicted = "it ended two engines, and is refused for some minutes"
         self._counters: list[tuple[Counter, str, str, str]] = [
             (metrics.requests_rejected, limit, "queue", "it was full, or requests waited too long"),
             (metrics.bodies_rejected, limit, "byte budget", "bodies and heads were rejected"),
@@ -120,7 +119,7 @@ class EventWatch:
         self._events.add(_STATES[state], worker.id, text)
 
     def _note_pins(self, worker: Worker, *, is_new: bool) -> None:
-        count = worker.report.get("pins_refused", 0)
+        count = sum(worker.report.get("pins_declined", {}).values())
         more = count - self._refused.get(worker.id, 0)
         if more > 0 and not is_new:
             self._events.add("pins refused", worker.id, "marks got no pin: guide/pins.md", more)

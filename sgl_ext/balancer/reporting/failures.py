@@ -45,7 +45,8 @@ class Failures:
             self._reasons.add(reason)
         number = int(now_s) // INTERVAL_S
         if number not in self._intervals:
-            self._intervals = {at: c for at, c in self._intervals.items() if at > number - 60}
+            oldest = number - _INTERVALS
+            self._intervals = {at: c for at, c in self._intervals.items() if at >= oldest}
             self._intervals[number] = Counter()
         self._intervals[number][reason] += 1
         return reason

@@ -171,14 +171,17 @@ class Models(Collector):
         return pool
 
     def _find(self, name: str) -> ModelPool | None:
-        if (pool := self._exact(name)) is not None:
-            return pool
+        pool = self._exact(self._meant(name))
+        return self.default if pool is None and not self.is_strict else pool
+
+    def _meant(self, name: str) -> str:
+        """The name of the model or adapter that a request means by this name."""
+        if self._exact(name) is not None:
+            return name
         if (target := self.aliases.get(name)) is not None:
-            return self._exact(target)
-        for pattern, target in self.aliases.items():
-            if fnmatchcase(name, pattern):
-                return self._exact(target)
-        return None if self.is_strict else self.default
+            return target
+        patterns = self.aliases.items()
+        return next((target for each, target in patterns if fnmatchcase(name, each)), name)
 
     def name_for_engine(self, name: object, *, is_checked: bool) -> str | None:
         """The name that a request must have at its engine in place of this one; None: this one.
@@ -188,10 +191,7 @@ class Models(Collector):
         """
         if not self._may_rename or not isinstance(name, str) or (pool := self.find(name)) is None:
             return None
-        meant = name
-        if self._exact(name) is None:
-            patterns = (of for each, of in self.aliases.items() if fnmatchcase(name, each))
-            meant = self.aliases.get(name) or next(patterns, name)
+        meant = self._meant(name)
         if (other := self._fallback_of(pool)) is not None:
             return other.name if is_checked else None
         if meant in pool.adapters and meant != pool.name:

@@ -117,8 +117,6 @@ class EventPublisher:
                 keeper = self._cache.pins
                 load["pin_budget_tokens"] = keeper.pins.device.budget_tokens
                 load["pins_declined"] = dict(keeper.declined)
-                if keeper.declined:
-                    load["pins_refused"] = keeper.declined.total()
             lines = self._with_loads(lines, load, load_share)
             if self._is_pipeline:  # a plan is of one micro-batch, and several are in the pipeline
                 load["running"] = _in_flight(self._scheduler)

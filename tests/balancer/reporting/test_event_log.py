@@ -180,7 +180,7 @@ def test_limits_failures_and_refused_pins_are_events_with_their_number() -> None
     metrics.file_reloads.counts["keys", "refused"] += 1
     one = workers.find("1")
     assert one is not None
-    one.report = {"pins_refused": 4}
+    one.report = {"pins_declined": {"budget": 3, "unknown": 1}}
     watch.look()
     watch.look()
     found = {(kind, subject, times) for kind, subject, _, times in shown(events)}
