@@ -8,6 +8,7 @@ from __future__ import annotations
 import shutil
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
+from importlib import import_module
 from typing import Any
 
 import pytest
@@ -15,6 +16,7 @@ import pytest_asyncio
 import uvloop
 
 from tests.debian import require_debian
+from tests.waiting import HANG_S
 
 _NAMES = ("chromium", "chromium-browser", "google-chrome")
 
@@ -30,6 +32,7 @@ def chromium() -> str:
     require_debian(lambda: _chromium() is not None, "chromium")
     found = _chromium()
     assert found is not None, "else the test was skipped"
+    import_module("playwright.async_api").expect.set_options(timeout=HANG_S * 1000)
     return found
 
 
@@ -85,7 +88,7 @@ def window(browser: Any) -> OpenWindow:
         context = await browser.new_context(viewport=size, color_scheme=scheme)
         try:
             page = await context.new_page()
-            page.set_default_timeout(10_000)
+            page.set_default_timeout(HANG_S * 1000)
             opened = Window(page)
             await page.goto(url)
             yield opened

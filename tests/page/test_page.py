@@ -386,15 +386,16 @@ async def test_a_session_leads_to_what_took_its_requests_their_time(
 
 
 async def test_who_was_refused_is_shown_with_the_reason(window: OpenWindow) -> None:
-    async with fake_node() as node, window(f"{node.url}/#requests?status=refused") as opened:
+    async with fake_node() as node:
         await ask_for(node, "session-a")
-        page = opened.page
-        rows = table(page, "Requests").locator("tbody tr")
-        await expect(rows).to_have_count(1)
-        await expect(rows).to_contain_text("before any engine had it: No engine is ready")
-        note = page.locator("#requests [role=status]")
-        await expect(note).to_contain_text("No engine is ready")
-        assert not opened.faults
+        async with window(f"{node.url}/#requests?status=refused") as opened:
+            page = opened.page
+            rows = table(page, "Requests").locator("tbody tr")
+            await expect(rows).to_have_count(1)
+            await expect(rows).to_contain_text("before any engine had it: No engine is ready")
+            note = page.locator("#requests [role=status]")
+            await expect(note).to_contain_text("No engine is ready")
+            assert not opened.faults
 
 
 async def test_among_a_thousand_sessions_one_is_found_and_the_worst_are_first(
