@@ -53,6 +53,11 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--gpu", action="store_true", help="engines on this machine's GPU")
 
 
+def pytest_make_parametrize_id(val: object, argname: str) -> str | None:
+    """A long value is named by its argument, so that every process collects the same names."""
+    return argname if isinstance(val, bytes | str) and len(val) > 60 else None
+
+
 @pytest.fixture(scope="session", autouse=True)
 def _stand_ins() -> None:
     """What an older SGLang lacks, as an engine has it from its start."""
