@@ -29,17 +29,6 @@ per second. All ratios but that p99 are of rounds. `wasted_tokens` were computed
 no next turn, by the engine's count; they include what is prefilled after a person's last turn.
 `naive` has the same figures for that arm, against off.
 `tokens_per_s_ratio` is ours over stock SGLang while requests do nothing but decode.
-
-With --full-pool, the memory is full of other sessions' prompts before people talk, and the arms
-are shares of it that what is prefilled ahead may take from them: none, 5% and 20%. Figures are
-TTFTs as above, and how many of the other sessions' tokens left the cache while people talked;
-`others_lost_more_tokens` is that number minus the one without a share.
-
-With --returns, the engine has HiCache and little memory. A session's turn ends with a call of the
-tool, and while that runs, other work takes all of the memory. In the arm `ours` the engine loads
-the prefix back before the session returns; in `off` the client withdraws (`DELETE /v1/prefill`)
-once the answer's turn is prefilled, so that the session's request loads it. Arms get the same
-prompts and pauses, each with an empty cache, one after the other. TTFTs are of the returns.
 """
 
 from __future__ import annotations
@@ -48,8 +37,7 @@ import asyncio
 import json
 import os
 import tempfile
-from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager
+from collections.abc import Mapping
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -61,11 +49,7 @@ from sgl_ext_cpu.node import Node
 from bench.lib.arms import rotated, running_arms
 from bench.lib.capacity import measured
 from bench.lib.engines import chosen, engine_parser
-from bench.lib.full_pool import SHARES, FullPool, Part, figures
 from bench.lib.priority_load import clients, fitted
-from bench.lib.returns_load import Came, Returning
-from bench.lib.returns_load import Plan as ReturnsPlan
-from bench.lib.returns_load import figures as returns_figures
 from bench.lib.script import Size, precondition, require, run
 from bench.lib.speculative_figures import COMPUTED, comparison
 from bench.lib.speculative_load import ARMS, Load, Round, Stage
@@ -93,19 +77,6 @@ PLANS: dict[Size, tuple[int, Load]] = {
     ),
 }
 """Rounds and their load."""
-FULL_PLANS: dict[Size, tuple[int, int, Load]] = {
-    "full": (5, 64_000, Load(people=4, turns=4)),
-    "quick": (2, 64_000, Load(people=4, turns=4)),
-    "brief": (1, 64_000, Load(people=4, turns=3)),
-    "smallest": (1, 8000, PLANS["smallest"][1]),
-}
-"""The same while the memory is full, of so many tokens."""
-RETURNS_PLANS: dict[Size, ReturnsPlan] = {
-    "full": ReturnsPlan(rounds=12),
-    "quick": ReturnsPlan(rounds=6),
-    "brief": ReturnsPlan(rounds=3, prefixes=(3_000,)),
-    "smallest": ReturnsPlan(1, 4_096, (1_000,), (3.0, 3.0)),
-}
 
 
 async def measure(
@@ -144,47 +115,6 @@ async def measure(
     return {"people": load.people, "capacity": capacity.document(), **decoding, **found}
 
 
-async def measure_full(
-    node: Node, voice: Voice, load: Load, rounds: int, pool_tokens: int
-) -> dict[str, Any]:
-    """Runs the shares on an engine that runs and has this memory, and returns the figures."""
-    texts, url = fitted(node), node.engines[0]
-    pool = FullPool(node, texts, pool_tokens)
-    seen: dict[float, list[Part]] = {share: [] for share in SHARES}
-    async with clients() as http:
-        stage = Stage(http, url, texts, voice)
-        for number in range(rounds):
-            for share in rotated(SHARES, number):
-                node.flush()
-                before = counters(url)
-                part = await pool.play(stage, load, share, f"Round {number}")
-                part.seen.counted = {k: v - before.get(k, 0) for k, v in counters(url).items()}
-                seen[share].append(part)
-    found = figures(seen)
-    require(not any(arm["failed"] for arm in found.values()), "every request is answered whole")
-    return found
-
-
-async def measure_returns(
-    node: Node, voice: Voice, plan: ReturnsPlan, *, are_exact: bool
-) -> dict[str, Any]:
-    """Runs sessions that return, and returns the figures for each prefix's length."""
-    found: dict[str, Any] = {}
-    async with clients() as http:
-        stage = Stage(http, node.engines[0], fitted(node), voice)
-        returning = Returning(node, stage, plan)
-        for prefix in plan.prefixes:
-            seen: dict[bool, list[Came]] = {False: [], True: []}
-            for number in range(-1, plan.rounds):  # the first is warm-up
-                for is_loaded in rotated([False, True], number):
-                    name = f"Prefix of {prefix}, round {number}"
-                    came = await returning.play(name, prefix, is_loaded=is_loaded)
-                    if number >= 0:
-                        seen[is_loaded].append(came)
-            found[f"{prefix}"] = returns_figures(seen[False], seen[True], are_exact=are_exact)
-    return found
-
-
 def counters(url: str) -> dict[str, float]:
     """What the engine counts of prefilling ahead, by name and label."""
     lines = requests.get(f"{url}/metrics", timeout=30).text.splitlines()
@@ -204,50 +134,24 @@ def template_without_switch(model: Path, path: Path) -> Path:
 
 
 def main() -> None:
-    parser = engine_parser(__doc__)
-    parser.add_argument("--full-pool", action="store_true", help="with a full cache")
-    parser.add_argument("--returns", action="store_true", help="with prefixes that are spilled")
-    options = parser.parse_args()
+    options = engine_parser(__doc__).parse_args()
     rounds, load = PLANS[options.size]
-    full_rounds, pool_tokens, full_load = FULL_PLANS[options.size]
-    returns_plan = RETURNS_PLANS[options.size]
-    is_smallest = options.size == "smallest"
-    is_full, has_returns = options.full_pool or is_smallest, options.returns or is_smallest
-    is_usual = not (options.full_pool or options.returns)
     # One core computes; clients and tokenizers need the other.
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     from tokenizers import Tokenizer  # as local_model: only with an engine
 
     engines = chosen(options, "tiny")
     voice = Voice(Tokenizer.from_file(str(engines.model / "tokenizer.json")))
-    with tempfile.TemporaryDirectory(prefix="sgl-ext-bench-") as folder:
-        template = template_without_switch(engines.model, Path(folder) / "template.jinja")
-        flags = [*FLAGS, "--chat-template", str(template)]
-        flags += ["--max-total-tokens", str(pool_tokens)] if is_full else []
-        starts: dict[str, Callable[[], AbstractContextManager[Node]]] = {}
-        if is_usual or is_full:
-            starts["ours"] = partial(engines.ours, Path(folder) / "ours", *flags)
-        if is_usual:
-            starts["stock"] = partial(engines.stock, Path(folder) / "stock", *flags)
-        if has_returns:
-            flags += returns_plan.flags
-            starts["returns"] = partial(engines.ours, Path(folder) / "returns", *flags)
+    with tempfile.TemporaryDirectory(prefix="sgl-ext-bench-") as name:
+        folder = Path(name)
+        template = template_without_switch(engines.model, folder / "template.jinja")
+        flags = (*FLAGS, "--chat-template", str(template))
+        starts = {
+            "ours": partial(engines.ours, folder / "ours", *flags),
+            "stock": partial(engines.stock, folder / "stock", *flags),
+        }
         with running_arms(starts) as nodes:
-
-            def found() -> dict[str, Any]:
-                parts: dict[str, Any] = {}
-                if is_usual:
-                    parts |= asyncio.run(measure(nodes, voice, load, rounds))
-                if is_full:
-                    full = measure_full(nodes["ours"], voice, full_load, full_rounds, pool_tokens)
-                    parts["full_pool"] = asyncio.run(full)
-                if has_returns:
-                    exact = engines.are_exact
-                    each = measure_returns(nodes["returns"], voice, returns_plan, are_exact=exact)
-                    parts["returns"] = asyncio.run(each)
-                return parts
-
-            run("speculative_prefill", found)
+            run("speculative_prefill", lambda: asyncio.run(measure(nodes, voice, load, rounds)))
 
 
 if __name__ == "__main__":

@@ -9,8 +9,7 @@ A run that was interrupted goes on where it ended, unless the code, the machine 
 another. `--only` measures these steps alone. Steps that did not run stay on the page as they are.
 The exit status is 1 if a step failed or did not run.
 
-What takes longer is left to `--full` and `--only`: pins in host memory, whole jobs of agents,
-fleets, gateways, and load generators of other projects.
+What takes longer is left to `--full` and `--only`: load generators of other projects.
 """
 
 from __future__ import annotations

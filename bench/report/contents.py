@@ -46,15 +46,6 @@ SECTIONS = (
         "how/engine.md",
     ),
     Section(
-        "long_history",
-        "Histories of up to a million tokens",
-        "A token attends to itself alone, so that attention's cost is left out and all work "
-        "on the host is there. A cold turn computes the whole history, a warm one adds a few "
-        "words.",
-        engine_tables.long_history,
-        "reference/limits.md",
-    ),
-    Section(
         "header_strip",
         "A header that changes, at token 0",
         "The same prompt without Claude Code's billing line, with the line under a name that "
@@ -68,14 +59,6 @@ SECTIONS = (
         "Between two turns of a session come other prompts that are together larger than the "
         "cache. The share is of what the session's previous turn left in the cache.",
         engine_tables.pin_flood,
-        "guide/pins.md",
-    ),
-    Section(
-        "tiers",
-        "Pins in host memory",
-        "Agents have pinned prefixes that are together 4 times as large as the cache, and "
-        "come back after others and after unpinned work.",
-        engine_tables.tiers,
         "guide/pins.md",
     ),
     Section(
@@ -100,24 +83,6 @@ SECTIONS = (
         "Eight requests with the same cold prefix arrive at one engine at the same time.",
         engine_tables.fanout,
         "how/engine.md",
-    ),
-    Section(
-        "agents_jobs",
-        "Whole jobs of agents",
-        "Agents with sub-agents run whole jobs on one engine, whose cache holds a third of "
-        "what they use. Nothing is marked. sgl-ext has its balancer in front, the others have "
-        "none.",
-        fleet_tables.agents_jobs,
-        "guide/priority.md",
-    ),
-    Section(
-        "agents_ablation",
-        "Whole jobs of agents: what each part brings",
-        "The same jobs with parts switched off: "
-        "[held requests](guide/priority.md#more-agents-than-memory), and "
-        "[long windows](guide/priority.md#how-long-a-window-is) in the queues.",
-        fleet_tables.agents_jobs,
-        "guide/priority.md",
     ),
     Section(
         "judges",
@@ -159,13 +124,6 @@ SECTIONS = (
         "Dynamo's whole decision has no lookup in it, as its own index is empty here.",
         balancer_tables.index,
         "how/prefix-index.md",
-    ),
-    Section(
-        "epp",
-        "What the endpoint picker adds behind Envoy",
-        "One Envoy, two workers that answer at once, and the picker on a core of its own.",
-        fleet_tables.epp,
-        "guide/fleet.md",
     ),
     Section(
         "tool_loop",

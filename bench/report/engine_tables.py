@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from bench.report.labels import PIN_LABELS, TIER_LABELS, label
+from bench.report.labels import PIN_LABELS, label
 from bench.report.tables import Figures, Table, arms_table, is_not_valid, look, middle, named_table
 
 _DECODING = {
@@ -73,47 +73,6 @@ def _ms(value: Any) -> float:
     return middle(value) or 0.0
 
 
-def long_history(found: Figures) -> Iterator[Table]:
-    sizes = look(found, "sizes") or {}
-    for kind in ("cold", "warm"):
-        rows = [
-            (
-                look(one, "ours", "prompt_tokens"),
-                *(look(one, arm, kind, "ttft_ms") for arm in ("stock", "ours")),
-            )
-            for one in sizes.values()
-        ]
-        yield Table((f"tokens, {kind} turn", "SGLang: TTFT, ms", "sgl-ext: TTFT, ms"), rows)
-    peaks = [
-        (
-            look(one, "ours", "prompt_tokens"),
-            label(process),
-            _peak(one, "stock", process),
-            look(mib, "peak"),
-        )
-        for one in list(sizes.values())[-1:]
-        for process, mib in (look(one, "ours", "warm", "mib") or {}).items()
-    ]
-    yield Table(("tokens", "process", "SGLang: peak, MiB", "sgl-ext: peak, MiB"), peaks)
-    alone = {size: look(one, "alone") or {} for size, one in sizes.items()}
-    stages = dict.fromkeys(stage for of in alone.values() for stage in of)
-    times = {name: [look(of, name, "cpu_ms") for of in alone.values()] for name in stages}
-    cpu = [(label(name), *of) for name, of in times.items() if max(map(_ms, of)) >= 1]
-    pauses = (look(one, "loop_pause_ms") for one in sizes.values())
-    cpu.append(("longest pause of the balancer's event loop", *pauses))
-    largest = f"{int(list(alone)[-1]):,} tokens" if alone else ""
-    rows = [(name, times[-1] if times else None) for name, *times in cpu]
-    yield Table(("stage of ours alone, ms of CPU", largest), rows)
-    ratio = {"TTFT of a warm turn, the longest, SGLang / sgl-ext": ("warm_ttft_ratio_largest",)}
-    yield named_table(found, ratio)
-
-
-def _peak(of_size: Figures, arm: str, process: str) -> Any:
-    """A process's largest memory in warm turns; SGLang alone has no balancer."""
-    processes = look(of_size, arm, "warm", "mib") or {}
-    return look(processes[process], "peak") if process in processes else "none"
-
-
 def header_strip(found: Figures) -> Iterator[Table]:
     yield named_table(
         found,
@@ -170,33 +129,6 @@ def pin_flood(found: Figures) -> Iterator[Table]:
             "throughput of the flood, with pins / without": ("flood_throughput_ratio",),
             "requests that waited on a pin": ("waited_on_pin",),
             **_DECODING,
-        },
-    )
-
-
-def tiers(found: Figures) -> Iterator[Table]:
-    yield arms_table(
-        look(found, "arms"),
-        {
-            "cached share": ("cached_share",),
-            "TTFT p50, ms": ("ttft_p50_ms",),
-            "TTFT p99, ms": ("ttft_p99_ms",),
-            "tokens per second": ("tokens_per_s",),
-        },
-        labels=TIER_LABELS,
-    )
-    yield named_table(
-        found,
-        {
-            "prefixes / cache": ("working_set_over_pool",),
-            "TTFT p50, with tiers / HiCache": ("ttft_p50_vs_hicache",),
-            "TTFT p50, with tiers / without": ("ttft_p50_vs_release",),
-            "throughput of unpinned work, with tiers / HiCache": ("unpinned_throughput_ratio",),
-            "requests that waited on a pin": ("waited_on_pin",),
-            "TTFT of a session that moved, shared tier / computed again": (
-                "moved_ttft_vs_recompute",
-            ),
-            "answers that differ from SGLang's": ("wrong_answers",),
         },
     )
 

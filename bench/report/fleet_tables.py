@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 
-from bench.report.labels import AGENT_LABELS, EPP_LABELS, RECORDED_LABELS, label
-from bench.report.tables import Figures, Table, arms_table, look, named_table, size_of
-
-# A size between two others.
-_BETWEEN = ("220kb",)
+from bench.report.labels import RECORDED_LABELS, label
+from bench.report.tables import Figures, Table, arms_table, look
 
 
 def recorded(found: Figures) -> Iterator[Table]:
@@ -46,38 +43,3 @@ def recorded(found: Figures) -> Iterator[Table]:
         "a real engine with a small model",
         RECORDED_LABELS,
     )
-
-
-def epp(found: Figures) -> Iterator[Table]:
-    for size, arms in found.items():
-        if isinstance(arms, Mapping) and "direct" in arms and size not in _BETWEEN:
-            yield arms_table(
-                arms,
-                {
-                    "p50, ms": ("p50_ms",),
-                    "added, ms": ("added_p50_ms",),
-                    "requests a second": ("rps",),
-                    "CPU of the picker, us": ("picker_cpu_us",),
-                },
-                f"body of {size_of(size)}",
-                EPP_LABELS,
-            )
-
-
-def agents_jobs(found: Figures) -> Iterator[Table]:
-    yield arms_table(
-        look(found, "arms"),
-        {
-            "job p50, s": ("job_p50_s",),
-            "job p99, s": ("job_p99_s",),
-            "cached share": ("cached_share",),
-            "jobs a minute": ("throughput_jobs_per_min",),
-        },
-        labels=AGENT_LABELS,
-    )
-    ratios = {
-        f"job p50, sgl-ext / {AGENT_LABELS.get(name, name)}, by round": ("by_round", name)
-        for name in look(found, "by_round") or {}
-    }
-    others = {"agents / cache": ("working_set_over_pool",), "jobs that starved": ("starved",)}
-    yield named_table(found, {**ratios, **others})

@@ -27,16 +27,6 @@ _LABELS = {
 }
 # In bench/pin_flood, this arm has the priority policy of eviction.
 PIN_LABELS = {"stock_priority": "SGLang, priority eviction"}
-# In bench/tiers, ours has arms with and without a host cache.
-TIER_LABELS = {"ours": f"{OURS}, no tiers", "ours_tiers": f"{OURS}, tiers"}
-AGENT_LABELS = {
-    "ours": OURS,
-    "stock": "SGLang",
-    "session_radix": "SGLang, session radix cache",
-    "fixed_ttl": f"{OURS}, each prompt pinned for 300 s",
-    "not_held": f"{OURS}, no request held back",
-    "short_window": f"{OURS}, windows of 10 s",
-}
 RECORDED_LABELS = {
     "ours": OURS,
     "ours_1h": f"{OURS}, marks of an hour",
@@ -50,11 +40,6 @@ RECORDED_LABELS = {
     "dynamo": "Dynamo's agentic preset",
     "lmetric": "LMetric",
     "round_robin": "in turn",
-}
-EPP_LABELS = {
-    "direct": "Envoy alone",
-    "picked": "picked",
-    "hidden": "picked, answers not shown",
 }
 
 

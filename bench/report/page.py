@@ -26,8 +26,8 @@ _INTRODUCTION = f"""\
 # Measured
 
 `make report` measures what is on this page and writes it, in 45 minutes; \
-`make report REPORT='--only tiers judges agents_jobs agents_ablation epp'` measures the sections \
-that take longer. Engines are real SGLang processes with small local models on the CPU, unless a \
+`make report REPORT='--only judges'` measures the section \
+that takes longer. Engines are real SGLang processes with small local models on the CPU, unless a \
 section says otherwise: absolute times are not those of a GPU. \
 Arms that are compared ran on the same machine in the same run.
 """

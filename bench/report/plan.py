@@ -75,14 +75,9 @@ STEPS = (
     Planned("fanout", 65, 400, has_engines=True),
     Planned("header_strip", 145, 900, has_engines=True),
     Planned("warm_turn", 225, 1200, has_engines=True),
-    Planned("long_history", 160, 1200, has_engines=True),
     Planned("pin_flood", 300, 1500, has_engines=True),
-    Planned("tiers", 0, 2400, has_engines=True),
     Planned("priority", 290, 1200, has_engines=True),
     Planned("speculative_prefill", 275, 1500, has_engines=True),
-    Planned("epp", 0, 600),
-    Planned("agents_jobs", 0, 1800, has_engines=True),
-    Planned("agents_ablation", 0, 1800, "bench.agents_jobs", ("--ablation",), has_engines=True),
     Planned("judges", 0, 1800, has_engines=True, needs=(*_PEERS, "aiperf", "guidellm")),
 )
 QUICK_MINUTES = 45

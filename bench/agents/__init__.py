@@ -1,1 +1,0 @@
-"""Coding agents as clients of a node, and the judge of what they get."""
