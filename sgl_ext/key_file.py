@@ -5,6 +5,9 @@
     tokens-per-minute = 200000          # prompt tokens that are computed, and output tokens
     admin = false                       # true: may administer and act for other tenants
 
+    [tenants.alice.models.large]        # optional: limits of what this model answers, beside those
+    requests-per-minute = 10
+
     [keys.3fa1b2c4]                     # the name to revoke it by; the file has only the key's hash
     tenant = "alice"
     sha256 = "..."
@@ -48,15 +51,22 @@ class KeysError(ValueError):
     """A key file that cannot be used. The message names the place and shows no value."""
 
 
-class Allowance(Struct, frozen=True):
-    """A tenant's limits; None is no limit.
-
-    admin: whether it may administer and send requests for other tenants.
-    """
+class MinuteLimits(Struct, frozen=True):
+    """What may be used in a minute; None is no limit."""
 
     requests_per_minute: _PerMinute | None = None
     tokens_per_minute: _PerMinute | None = None
+
+
+class Allowance(MinuteLimits, frozen=True):
+    """A tenant's limits; None is no limit.
+
+    admin: whether it may administer and send requests for other tenants.
+    models: limits of what one model answers, by the model's name.
+    """
+
     admin: bool = False
+    models: dict[str, MinuteLimits] = {}
 
 
 class ApiKey(Struct, frozen=True):
@@ -175,15 +185,27 @@ def _tables(
         place = f"{kind}.{name}" if is_shown else f"{kind}: entry {number}"
         _require(isinstance(table, dict), place, "must be a table")
         _require(pattern.fullmatch(name) is not None, place, "has an invalid name")
-        fields = {key.replace("-", "_"): value for key, value in table.items()}
-        for key in fields:
-            is_field = key in table_type.__struct_fields__ and key != "name"
-            _require(is_field, f"{place}.{_shown(key)}", f"is not a field of {kind}")
+        fields = _fields(place, table, table_type)
+        if isinstance(models := fields.get("models"), dict):
+            fields["models"] = {
+                model: _fields(f"{place}.models", limits, MinuteLimits)
+                for model, limits in models.items()
+            }
         try:
             yield place, name, msgspec.convert(fields, table_type)
         except msgspec.ValidationError as error:
             reason, _, at = str(error).partition(" - at `$")
             raise KeysError(f"{place}{at.rstrip('`')}: {reason}") from None
+
+
+def _fields(place: str, table: Any, table_type: type[Struct]) -> dict[str, Any]:
+    """A table's values by the names of fields."""
+    _require(isinstance(table, dict), place, "must be a table")
+    fields = {key.replace("-", "_"): value for key, value in table.items()}
+    for key in fields:
+        is_field = key in table_type.__struct_fields__ and key != "name"
+        _require(is_field, f"{place}.{_shown(key)}", f"is not a field of {place.partition('.')[0]}")
+    return fields
 
 
 def _shown(name: str) -> str:

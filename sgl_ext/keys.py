@@ -45,7 +45,7 @@ def add_key(
     fields = {"tenant": tenant, "sha256": hash_of(key.encode())}
     fields |= {"note": note} if note else {}
     created = datetime.now(UTC).replace(microsecond=0)
-    stated = {field: value for field, value in limits.items() if value is not None}
+    stated = {k.replace("_", "-"): value for k, value in limits.items() if value is not None}
     table = tomlkit.dumps({"keys": {name: {**fields, "created": created, **stated}}})
     with _locked(path) as text:
         between = "\n" if text.endswith("\n") else "\n\n" if text else ""

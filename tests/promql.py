@@ -111,7 +111,9 @@ def _joined(node: Any, known: Known) -> set[str] | None:
     if matching is not None:
         assert "Include" in str(matching.type), "only `on` is known here"
         assert set(matching.labels) <= left & right, f"not on both sides: {matching.labels}"
-        return left
+        added = set(node.modifier.group_labels or ())
+        assert added <= right, f"not on the right side: {added - right}"
+        return left | added
     if str(node.op) == "or":
         return left | right
     assert left == right, f"{left} and {right} match nothing"

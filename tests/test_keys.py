@@ -57,6 +57,9 @@ def test_a_file_gives_the_tenant_of_a_key_and_its_limits() -> None:
         ("[tenants.a]\ntokens_per_minute = true", "tenants.a.tokens_per_minute"),
         ("[tenants.a]\nadmin = 1", "tenants.a.admin: Expected `bool`"),
         ("[tenants.a]\ntoken_per_minute = 1", "tenants.a.token_per_minute: is not a field"),
+        (f"[tenants.a.models.{KEY}]\ntokens-per-minute = 0", "tenants.a.models[...].tokens_per"),
+        ("[tenants.a.models.x]\nadmin = true", "tenants.a.models.admin: is not a field of tenants"),
+        (f"[tenants.a.models]\n{KEY} = 1", "tenants.a.models: must be a table"),
         (f"[tenants.{KEY}]\nadmin = 1", "tenants: entry 1.admin"),
         (f"{KEY} = 1", "...: must be keys or tenants"),
         (f"[keys\n'{KEY}'", "not TOML"),
@@ -81,6 +84,14 @@ def test_a_missing_or_unreadable_file_is_rejected(tmp_path: Path) -> None:
     (tmp_path / "bytes").write_bytes(b"\xff")
     with pytest.raises(KeysError, match="not UTF-8"):
         read_keys(tmp_path / "bytes")
+
+
+def test_limits_are_written_as_they_are_documented(tmp_path: Path) -> None:
+    path = tmp_path / "keys.toml"
+    keys.main([str(path), "add", "a", "--requests-at-once", "8", "--tokens-per-month", "9"], print)
+    assert "requests-at-once = 8\n" in path.read_text()
+    assert "tokens-per-month = 9\n" in path.read_text()
+    assert next(iter(read_keys(path).by_hash.values())).requests_at_once == 8
 
 
 def test_a_key_is_created_listed_and_revoked(

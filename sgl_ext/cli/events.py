@@ -11,7 +11,7 @@ from sgl_ext.cli.node import HERE, Json, Key, NodeError, Url, node_at
 from sgl_ext.cli.show import console, plain, print_json
 from sgl_ext.cli.status import LIVE, STATE
 
-_STYLES = {"warning": "yellow", "error": "red"}
+STYLES = {"warning": "yellow", "error": "red"}
 
 
 def events(
@@ -61,7 +61,7 @@ def _print(rows: list[Any], *, as_json: bool) -> None:
             print(json.dumps(row), flush=True)
             continue
         at = datetime.fromtimestamp(row["time_s"]).isoformat(" ", "seconds")
-        line = Text(f"{at}  ").append(plain(row["kind"]), style=_STYLES.get(row["level"], ""))
+        line = Text(f"{at}  ").append(plain(row["kind"]), style=STYLES.get(row["level"], ""))
         times = f" ({row['times']:,} times)" if row["times"] > 1 else ""
         about = ": ".join(part for part in (row["subject"], row["text"]) if part)
         shown.print(line.append(plain(f"  {about}{times}")), soft_wrap=True)

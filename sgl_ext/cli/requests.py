@@ -26,6 +26,9 @@ def requests(
     tenant: Annotated[
         str | None, typer.Option(metavar="NAME", help="Those of this tenant.")
     ] = None,
+    model: Annotated[
+        str, typer.Option(metavar="NAME", help="Those that this model answered.")
+    ] = "",
     status: Annotated[
         str, typer.Option(metavar="STATUS", help="A status, 4xx, 5xx, errors or refused.")
     ] = "",
@@ -54,6 +57,7 @@ def requests(
     query: dict[str, object] = {"limit": lines}
     query |= {"session": session} if session else {}
     query |= {"tenant": tenant} if tenant is not None else {}
+    query |= {"model": model} if model else {}
     query |= {"status": status} if status else {}
     query |= {"since": f"{_seconds(since):.3f}"} if since else {}
     query |= {"slow": 1} if slow else {}
@@ -112,10 +116,12 @@ def _print(found: Mapping[str, Any], query: Mapping[str, object]) -> None:
 
 def _table(rows: Sequence[Mapping[str, Any]]) -> Any:
     """A table of requests, without columns in which nothing differs from nothing."""
+    models = [row.get("served_model") for row in rows]
     columns: dict[str, list[Any]] = {
         "time": [_clock(row) for row in rows],
         "status": [_status(row) for row in rows],
         "tenant": [row["tenant"] for row in rows],
+        "model": models if len({*models}) > 1 else [],
         "session": [row["session"] for row in rows],
         "id": [row["id"] for row in rows],
         "#first token": [_first_token(row) for row in rows],

@@ -111,6 +111,17 @@ class Figures(Struct):
     output_tokens_per_s: float | None = None
 
 
+class Event(Struct):
+    """What happened, and to what. times: how often, within a minute."""
+
+    time_s: float
+    kind: str
+    level: str = "info"
+    subject: str = ""
+    text: str = ""
+    times: int = 1
+
+
 class Failure(Struct):
     """Requests that were refused or failed within the last minute, and why."""
 
@@ -167,6 +178,9 @@ class ServedModel(Struct):
     engines: int = 0
     ready: int = 0
     waiting: int = 0
+    in_flight: int = 0
+    fallback: str | None = None
+    hit_rate: float | None = None
 
 
 class State(Struct):
@@ -177,6 +191,7 @@ class State(Struct):
     queue: Queue = msgspec.field(default_factory=Queue)
     recent: Figures = msgspec.field(default_factory=Figures)
     failures: list[Failure] = []
+    events: list[Event] = []
     history: History = msgspec.field(default_factory=History)
     sessions: list[Session] = []
     pins: list[Pin] = []

@@ -3,7 +3,8 @@
 thread: GET /sgl_ext/live, again after each failure --> Feed --> the loop: keys, size, screen
 
 The screen has a headline; sparklines of hit rate, TTFT, requests, tokens, and the queue; and tables
-of engines, sessions, pins and tenants, which share the lines that are left.
+of engines, models if there are several, the latest events, sessions, pins and tenants, which share
+the lines that are left.
 """
 
 import os
@@ -22,13 +23,16 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
+from sgl_ext.cli.events import STYLES
 from sgl_ext.cli.node import HERE, Key, Node, NodeError, Url, UsageError, node_at
 from sgl_ext.cli.show import cell, console, duration, percent, plain, state, table
 from sgl_ext.cli.status import (
     LIVE,
     STATE,
     Engine,
+    Event,
     Pin,
+    ServedModel,
     Session,
     State,
     Tenant,
@@ -69,7 +73,7 @@ class Feed:
 
 
 def top(url: Url = HERE, key: Key = None) -> None:
-    """Show a node live: engines, queue, cache, sessions, pins, tenants. q quits."""
+    """Show a node live: engines, models, events, queue, cache, sessions, pins, tenants. q quits."""
     from rich.live import Live
 
     if not (sys.stdin.isatty() and sys.stdout.isatty()) or os.environ.get("TERM") == "dumb":
@@ -126,6 +130,7 @@ _HEAD_LINES = 4
 _TABLE_LINES = 2
 _LEAST_SPARK = 8
 _MOST_EXITS = 3
+_MOST_EVENTS = 5
 _GAP = 2  # columns between two columns of a table
 _ENGINE_HEADS = ("state", "#run", "#wait", "#KV used", "#pinned", "#free", "#hits")
 
@@ -271,10 +276,31 @@ def _sections(found: State) -> list[Section]:
         read = _short(each.prompt_tokens), percent(each.cached_share)
         return (each.name or "(none)", each.requests, *read)
 
+    def model(each: ServedModel) -> tuple[object, ...]:
+        ready, hits = f"{each.ready} of {each.engines}", percent(each.hit_rate)
+        return (each.name, each.fallback, ready, each.in_flight, each.waiting, hits)
+
+    def event(each: Event) -> tuple[object, ...]:
+        now_s = found.node.now_s
+        times = f" ({each.times:,} times)" if each.times > 1 else ""
+        ago = None if now_s is None else duration(max(now_s - each.time_s, 0))
+        kind = Text(plain(each.kind), style=STYLES.get(each.level, ""))
+        return (kind, name(each.subject), each.text + times, ago)
+
     heads = ("tenant", "agent", "engine", "#turns", "#prompt", "#cached", "#idle")
     whose = ("tenant", "session", "engine")
     return [
         Section(("engines", *_ENGINE_HEADS), [*map(engine, found.engines)], 0),
+        Section(
+            ("models", "fallback", "#ready", "#in flight", "#wait", "#hits"),
+            [*map(model, found.models)] if len(found.models) > 1 else [],
+            0,
+        ),
+        Section(
+            ("events", "of", "what", "#ago"),
+            [*map(event, found.events[: -_MOST_EVENTS - 1 : -1])],
+            len(found.events),
+        ),
         Section(("sessions", *heads), [*map(session, found.sessions)], counts.sessions or 0),
         Section(
             ("pins", *whose, "#tokens", "#hits", "#left"), [*map(pin, found.pins)], counts.pins or 0

@@ -33,13 +33,15 @@ STATUS = re.compile(r"[1-5][0-9][0-9]|[1-5]xx|errors|refused")
 class Search(NamedTuple):
     """What is searched for; "" and 0 are any.
 
-    session: the beginning of the session's id. status: as STATUS. since_s: the earliest time at
-    which a request may have ended. request: the beginning of the id of a request.
+    session: the beginning of the session's id. model: that answered. status: as STATUS.
+    since_s: the earliest time at which a request may have ended. request: the beginning of the id
+    of a request.
     is_slow: those whose first token came latest, in place of the latest ones.
     """
 
     session: str = ""
     tenant: str | None = None
+    model: str = ""
     status: str = ""
     since_s: float = 0.0
     request: str = ""
@@ -108,6 +110,8 @@ class Search(NamedTuple):
             return False
         if self.tenant is not None and _text(record, "tenant") != self.tenant:
             return False
+        if self.model and record.get("served_model") != self.model:
+            return False
         if self.request and not _text(record, "id").startswith(self.request):
             return False
         if not self.status:
@@ -127,6 +131,8 @@ class Search(NamedTuple):
             needles.append(b'"session":' + orjson.dumps(self.session)[:-1])
         if self.tenant is not None:
             needles.append(b'"tenant":' + orjson.dumps(self.tenant))
+        if self.model:
+            needles.append(b'"served_model":' + orjson.dumps(self.model))
         if self.request:
             needles.append(b'{"id":' + orjson.dumps(self.request)[:-1])
         if self.status.isdigit():
@@ -205,7 +211,7 @@ def row_of(record: Mapping[str, Any]) -> dict[str, Any]:
         **{name: record.get(name) for name in ("id", "time", "route", "status", "outcome")},
         **{name: record.get(name) for name in ("error", "tenant", "session", "harness")},
         "version": client.get("version") if isinstance(client, dict) else None,
-        **{name: record.get(name) for name in ("worker", "reason", "model")},
+        **{name: record.get(name) for name in ("worker", "reason", "model", "served_model")},
         **{name: record.get(name) for name in ("queue_ms", "prefix_ms", "ttft_ms", "total_ms")},
         "prompt_tokens": record.get("counted_tokens") or record.get("prompt_tokens"),
         "cached_tokens": record.get("reported_tokens"),

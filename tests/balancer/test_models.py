@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import json
+from pathlib import Path
 from typing import Any
 
 import pytest
 from aiohttp import ClientSession, web
 
+from sgl_ext import keys
 from sgl_ext.settings.schema import Alias, ServedModel
 from tests.balancer.admin.test_state import repeated
 from tests.balancer.conftest import Engine, Start
@@ -35,6 +37,48 @@ async def test_requests_go_to_the_engines_of_the_model_that_they_name(start: Sta
         found = [await engine_of(client, name, path) for name in ("large", "small", "small")]
         assert found == ["a", "b", "b"], path
     assert await engine_of(client, "claude-opus-5") == "a"  # as with one model
+
+
+async def test_limits_use_and_the_log_are_by_the_model_that_answers(
+    start: Start, tmp_path: Path
+) -> None:
+    file = tmp_path / "keys.toml"
+    file.write_text(
+        "[tenants.a.models.small]\nrequests-per-minute = 1\n[tenants.b]\nadmin = true\n"
+    )
+    key, operator = keys.add_key(file, "a")[0], keys.add_key(file, "b")[0]
+    engines = Engine("a", model="large"), Engine("b", model="small")
+    client = await start(*engines, aliases=ALIASES, keys=str(file))
+    client.headers["authorization"] = f"Bearer {key}"
+    names = "claude-haiku-4-5", "large", "small", "large"
+    found = [await engine_of(client, name) for name in names]
+    assert found[:2] == ["b", "a"]
+    assert found[2][0] == 429
+    assert "for the model small" in found[2][1]["message"]
+    assert found[3] == "a"
+    client.headers["authorization"] = f"Bearer {operator}"
+
+    async def used() -> dict[tuple[str, str], int]:
+        uses = (await (await client.get("/sgl_ext/usage")).json())["usage"]
+        return {(use["tenant"], use["model"]): use["requests"] for use in uses}
+
+    counted = {}
+    while not {"large", "small"} <= {
+        model for _, model in counted
+    }:  # they are written every so often
+        counted = await used()
+    assert {name: times for name, times in counted.items() if name[0] == "a"} == {
+        ("a", "large"): 2,
+        ("a", "small"): 1,
+    }
+    assert {model for tenant, model in counted if tenant == "b"} <= {""}
+    for model, statuses in (("small", [429, 200]), ("large", [200, 200])):
+        log = await (await client.get(f"/sgl_ext/requests?model={model}")).json()
+        assert [row["status"] for row in log["requests"]] == statuses
+        assert {row["served_model"] for row in log["requests"]} == {model}
+    state = await (await client.get("/sgl_ext/state")).json()
+    limits = {row["name"]: row["limits"] for row in state["tenants"]}["a"]
+    assert limits["models"] == {"small": {"requests_per_minute": 1, "tokens_per_minute": None}}
 
 
 async def test_aliases_and_patterns_choose_the_model(start: Start) -> None:

@@ -73,3 +73,19 @@ def test_a_sparkline_averages_groups_and_leaves_unknown_values_blank() -> None:
     assert sparkline([9, 1, 1, 3, 3], 2) == "█▄"
     assert sparkline([], 3) == "   "
     assert sparkline([0.0], 1) == "▁"
+
+
+def test_models_and_the_latest_events_have_tables() -> None:
+    event = {"time_s": 1_700_000_000.0, "kind": "crashed", "level": "error", "text": "SIGKILL"}
+    events = [event | {"subject": f"engine-{n}@box:30000", "times": n + 1} for n in range(9)]
+    models = [{"name": name, "engines": 2, "ready": 1, "in_flight": 3} for name in ("big", "fast")]
+    document = busy() | {"events": events, "models": models}
+    text = "\n".join(lines(document, 120, 60))
+    assert "big" in text
+    assert "1 of 2" in text
+    assert "events (5 of 9)" in text
+    assert text.index("engine-8") < text.index("engine-7")
+    assert "SIGKILL (9 times)" in text
+    assert "engine-3  SIGKILL" not in text
+    assert "models" not in "\n".join(lines(document | {"models": models[:1]}, 120, 60))
+    assert len(lines(document, 80, 24)) <= 24

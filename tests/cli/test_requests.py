@@ -45,6 +45,15 @@ def test_a_row_says_where_its_time_went(node: FakeNode, run: Run) -> None:
     ]
 
 
+def test_models_are_told_apart_where_there_are_several(node: FakeNode, run: Run) -> None:
+    rows = row("req_1", served_model="large"), row("req_2", served_model="small")
+    node.answers[PATH] = document(*rows)
+    assert " model " in run("requests")[1].splitlines()[0]
+    node.answers[PATH] = document(rows[1])
+    assert " model " not in run("requests", "--model", "small")[1].splitlines()[0]
+    assert node.asked[-1] == ("GET /sgl_ext/requests?limit=20&model=small", None)
+
+
 def test_who_was_refused_and_why_is_one_command(node: FakeNode, run: Run) -> None:
     refused = {"status": 529, "outcome": "rejected", "sentence": "refused with 529", "ttft_ms": 0}
     group = {"tenant": "ci", "status": 529, "outcome": "rejected", "error": "The queue is full."}

@@ -425,6 +425,45 @@ async def test_among_a_thousand_sessions_one_is_found_and_the_worst_are_first(
         assert not opened.faults
 
 
+@pytest.mark.parametrize(("width", "scheme"), [(390, "light"), (800, "dark"), (1280, "light")])
+async def test_several_models_have_a_table_and_requests_are_found_by_model(
+    window: OpenWindow, width: int, scheme: str
+) -> None:
+    engines = FakeEngine(0), FakeEngine(1)
+    engines[1].model = "small"
+    async with (
+        fake_node(*engines) as node,
+        window(f"{node.url}/#requests?model=small", width=width, scheme=scheme) as opened,
+    ):
+        page = opened.page
+        models = table(page, "Models").locator("tbody tr")
+        await expect(models).to_have_count(2)
+        await expect(models.filter(has_text="small")).to_contain_text("1 of 1")
+        async with ClientSession(node.url) as client:
+            for model in ("small", "qwen3-coder-30b", "small"):
+                turns = [{"role": "user", "content": model}]
+                body = {"model": model, "messages": turns, "usage": {"prompt_tokens": 9}}
+                async with client.post("/v1/chat/completions", json=body) as answer:
+                    assert answer.status == 200
+        await expect(page.get_by_role("searchbox", name="Model")).to_have_value("small")
+        rows = table(page, "Requests").locator("tbody tr")
+        await expect(rows).to_have_count(2, timeout=HANG_S * 1000)
+        await page.get_by_role("searchbox", name="Model").fill("")
+        await expect(rows).to_have_count(3)
+        assert await page.evaluate("document.documentElement.scrollWidth") == width
+        if width == 1280:
+            for row in await page.locator("#models tr, #requests tr").all():
+                assert await row.evaluate(WRAPS) == []
+        assert not opened.faults
+
+
+async def test_a_node_of_one_model_shows_no_models(window: OpenWindow) -> None:
+    async with fake_node(FakeEngine(0)) as node, window(node.url) as opened:
+        await expect(table(opened.page, "Engines").locator("tbody tr")).to_have_count(1)
+        await expect(opened.page.locator("#models")).to_be_hidden()
+        await expect(opened.page.get_by_role("searchbox", name="Model")).to_be_hidden()
+
+
 async def test_at_1280_pixels_no_cell_wraps(window: OpenWindow) -> None:
     engines = [FakeEngine(number, [pin(number)]) for number in range(3)]
     async with fake_node(*engines) as node, window(node.url, width=1280) as opened:

@@ -1,4 +1,5 @@
-"""Rate limits: how many requests and tokens a tenant may use in a minute.
+"""Rate limits: how many requests and tokens a tenant may use in a minute, of all models together
+and of each that the key file names.
 
 On arrival a request is charged with the estimated tokens of its prompt and the output that it
 claims. When its answer is complete, the charge is replaced by the real cost: the prompt tokens that
@@ -36,7 +37,7 @@ from sgl_ext.balancer.access.usage import UsageLedger
 from sgl_ext.balancer.metrics.registry import Metrics
 from sgl_ext.balancer.store.documents import StoreFailed
 from sgl_ext.balancer.store.shared_state import Lease, SharedState
-from sgl_ext.key_file import ApiKey
+from sgl_ext.key_file import Allowance, ApiKey, KeyFile
 from sgl_ext.limits.at_once import RequestsAtOnce
 from sgl_ext.protocols.errors import BalancerError
 
@@ -162,11 +163,24 @@ log = logging.getLogger(__name__)
 
 
 class Charge(NamedTuple):
-    """The tokens that a request was charged with on arrival."""
+    """The tokens that a request was charged with on arrival. model: that answers it."""
 
     tenant: str
     tokens: int
     key: ApiKey | None = None
+    model: str = ""
+
+
+class _Limit(NamedTuple):
+    """kind: requests or tokens. model: of what it answers; "": of all requests."""
+
+    kind: str
+    per_minute: float
+    model: str = ""
+
+    @property
+    def label(self) -> str:
+        return f"{self.kind} of {self.model}" if self.model else self.kind
 
 
 @dataclass(eq=False)
@@ -196,17 +210,22 @@ class RateLimits:
     def show(self) -> None:
         """Puts the limits into the metrics. Call it when the key file has changed."""
         self.metrics.tenant_limit.clear()
-        for tenant in () if self.key_file is None else self.key_file.keys.tenants:
-            for kind, limit in self._limits(tenant).items():
-                if limit is not None:
-                    self.metrics.tenant_limit.labels(tenant, kind).set(limit)
+        keys = KeyFile() if self.key_file is None else self.key_file.keys
+        for tenant in keys.tenants:
+            allowance = keys.allowance(tenant)
+            for limit in (
+                each for of in ("", *allowance.models) for each in _limits(allowance, of)
+            ):
+                self.metrics.tenant_limit.labels(tenant, limit.label).set(limit.per_minute)
 
     def charges(self, tenant: str, key: ApiKey | None = None) -> bool:
         """Whether the key file has the tenant or the request's key, so that it is charged."""
         is_known = self.key_file is not None and tenant in self.key_file.keys.tenants
         return is_known or key is not None
 
-    def admit(self, tenant: str, tokens: int, key: ApiKey | None = None) -> Charge | None:
+    def admit(
+        self, tenant: str, tokens: int, key: ApiKey | None = None, model: str = ""
+    ) -> Charge | None:
         """Charges a request with its prompt tokens; None if the key file does not have the tenant.
 
         Raises BalancerError 429 if the tenant or the key is over a limit, and 402 if the key's
@@ -216,23 +235,25 @@ class RateLimits:
             return None
         now_s = self.clock()
         buckets = []
-        for kind, limit, bucket, cost in self._charged(tenant, tokens, now_s):
+        for limit, bucket, cost in self._charged(tenant, tokens, now_s, model):
             wait_s = bucket.wait_s(cost, now_s)
             if wait_s > 0:
-                self.metrics.tenant_rate_limited.counts[tenant, kind] += 1
-                message = f"This tenant's limit of {limit:g} {kind} per minute is reached."
+                self.metrics.tenant_rate_limited.counts[tenant, limit.label] += 1
+                of = f" for the model {limit.model}" if limit.model else ""
+                amount = f"{limit.per_minute:g} {limit.kind} per minute"
+                message = f"This tenant's limit of {amount}{of} is reached."
                 retry_after_s = max(math.ceil(wait_s), 1)
                 raise BalancerError(HTTPStatus.TOO_MANY_REQUESTS, message, retry_after_s)
             buckets.append((bucket, cost))
         if key is not None:
-            self._enter(key, tokens)
+            self._enter(key, tokens, model)
         for bucket, cost in buckets:
             bucket.take(cost, now_s)
         if self.charges(tenant):
             self.metrics.tenant_requests.counts[(tenant,)] += 1
-        return Charge(tenant, tokens, key)
+        return Charge(tenant, tokens, key, model)
 
-    def _enter(self, key: ApiKey, tokens: int) -> None:
+    def _enter(self, key: ApiKey, tokens: int, model: str) -> None:
         """Raises BalancerError if the key has as many requests as it may, now or in this month."""
         rejected = self.metrics.tenant_rate_limited.counts
         try:
@@ -245,7 +266,7 @@ class RateLimits:
             rejected[key.tenant, "at once"] += 1
             message = f"This key's limit of {limit} requests at once is reached."
             raise BalancerError(HTTPStatus.TOO_MANY_REQUESTS, message, 1)
-        self.usage.begin(key, tokens)
+        self.usage.begin(key, tokens, model)
 
     def leave(self, charge: Charge | None) -> None:
         """The request does not run any more, or its client has left. Call it once."""
@@ -260,14 +281,16 @@ class RateLimits:
             return
         cost = charge.tokens if tokens is None else tokens
         if charge.key is not None:
-            self.usage.count(charge.key, 0, cost)
+            self.usage.count(charge.key, 0, cost, charge.model)
         if self.charges(charge.tenant):
             self.metrics.tenant_tokens.counts[(charge.tenant,)] += cost
-        bucket = self._buckets.get((charge.tenant, "tokens"))
-        if bucket is not None:
-            bucket.take(cost - charge.tokens, self.clock())
+        for label in {"tokens", _Limit("tokens", 0, charge.model).label}:
+            if (bucket := self._buckets.get((charge.tenant, label))) is not None:
+                bucket.take(cost - charge.tokens, self.clock())
 
-    def lease(self, tenant: str, tokens: int) -> Coroutine[None, None, None] | None:
+    def lease(
+        self, tenant: str, tokens: int, model: str = ""
+    ) -> Coroutine[None, None, None] | None:
         """What to await before `admit`, None if that can be called at once. It leases what the
         request lacks, and raises nothing. Call this again after it."""
         if self.state is None or self._is_alone or not self.charges(tenant):
@@ -275,7 +298,7 @@ class RateLimits:
         now_s = self.clock()
         short = [
             (bucket, cost)
-            for _, _, bucket, cost in self._charged(tenant, tokens, now_s)
+            for _, bucket, cost in self._charged(tenant, tokens, now_s, model)
             if isinstance(bucket, LeasedBucket) and bucket.needs_lease(cost, now_s)
         ]
         return self._lease(self.state, short) if short else None
@@ -318,29 +341,37 @@ class RateLimits:
                 bucket.part(self._balancers, self.clock())
 
     def _charged(
-        self, tenant: str, tokens: int, now_s: float
-    ) -> Iterator[tuple[str, float, Bucket | LeasedBucket, int]]:
-        """The limits that a request is charged for: kind, limit, bucket and cost."""
-        for (kind, limit), cost in zip(self._limits(tenant).items(), (1, tokens), strict=True):
-            if limit is not None and cost:
-                yield kind, limit, self._bucket(tenant, kind, limit, now_s), cost
-
-    def _limits(self, tenant: str) -> dict[str, float | None]:
-        """A tenant's requests and tokens in a minute, None without a limit."""
+        self, tenant: str, tokens: int, now_s: float, model: str
+    ) -> Iterator[tuple[_Limit, Bucket | LeasedBucket, int]]:
+        """The limits that a request is charged for, each with its bucket and cost."""
         assert self.key_file is not None, "the tenant is one of the key file's"
         allowance = self.key_file.keys.allowance(tenant)
-        return {"requests": allowance.requests_per_minute, "tokens": allowance.tokens_per_minute}
+        limits = _limits(allowance)
+        if model in allowance.models:
+            limits += _limits(allowance, model)
+        for limit in limits:
+            if cost := 1 if limit.kind == "requests" else tokens:
+                yield limit, self._bucket(tenant, limit, now_s), cost
 
-    def _bucket(self, tenant: str, kind: str, limit: float, now_s: float) -> Bucket | LeasedBucket:
-        bucket = self._buckets.get((tenant, kind))
-        share = limit if self.state is not None else limit / self.processes
+    def _bucket(self, tenant: str, limit: _Limit, now_s: float) -> Bucket | LeasedBucket:
+        name = tenant, limit.label
+        bucket, per_minute = self._buckets.get(name), limit.per_minute
+        share = per_minute if self.state is not None else per_minute / self.processes
         if bucket is None:
             if self.state is None:
                 bucket = Bucket(share, now_s)
             else:
-                bucket = LeasedBucket(f"{kind} {tenant}", limit, now_s)
+                of = f"/{limit.model}" if limit.model else ""
+                bucket = LeasedBucket(f"{limit.kind}{of} {tenant}", per_minute, now_s)
                 if self._is_alone:
                     bucket.part(self._balancers, now_s)
-            self._buckets[tenant, kind] = bucket
+            self._buckets[name] = bucket
         bucket.resize(share, now_s)
         return bucket
+
+
+def _limits(allowance: Allowance, model: str = "") -> list[_Limit]:
+    """A tenant's limits of all requests, or of those that a model answers."""
+    of = allowance.models[model] if model else allowance
+    found = ("requests", of.requests_per_minute), ("tokens", of.tokens_per_minute)
+    return [_Limit(kind, limit, model) for kind, limit in found if limit is not None]

@@ -1,4 +1,4 @@
-"""What keys use in a month, and whether their budgets allow another request.
+"""What keys use of each model in a month, and whether their budgets allow another request.
 
     requests -- count --> not sent --> a batch on its way --> the table that all balancers share
                                                                         |
@@ -34,6 +34,19 @@ MOST_TENANTS = 256
 OTHERS = "other tenants"
 """Stands for the tenants beyond the bound."""
 _Name = tuple[str, str]  # a tenant, and the name of one of its keys
+# Of one name, by model. The table has a key and a model as one name, "KEY MODEL".
+_Amounts = dict[str, "Amount"]
+
+
+class ModelUse(NamedTuple):
+    """What a key used of a model: a `Use` of the table, whose `key` has both names."""
+
+    period: str
+    tenant: str
+    key: str
+    model: str
+    requests: int
+    tokens: int
 
 
 class Amount(NamedTuple):
@@ -60,14 +73,14 @@ class UsageLedger:
     def __post_init__(self) -> None:
         self._writer = os.urandom(8).hex()
         self._number = 0
-        self._unsent: dict[tuple[str, _Name], Amount] = {}  # by day
+        self._unsent: dict[tuple[str, _Name, str], Amount] = {}  # by day, name and model
         self._batch: Batch | None = None
         # Of the current month: the table's, and what is not in it yet.
         self._month = ""
         self._known: dict[_Name, Amount] = {}
-        self._own: dict[_Name, Amount] = {}
-        # Of requests without a key, since the last `sync`.
-        self._tenants: dict[str, list[int]] = {}
+        self._own: dict[_Name, _Amounts] = {}
+        # Of requests without a key, since the last `sync`, by model.
+        self._tenants: dict[str, dict[str, list[int]]] = {}
         # Claimed by requests that run.
         self._claimed: dict[_Name, int] = {}
 
@@ -93,14 +106,16 @@ class UsageLedger:
         """What the key has used in this month, as far as it is known here."""
         self._turn_month()
         name = key.tenant, key.name
-        own = self._own.get(name, Amount())
-        return self._known.get(name, Amount()).plus(*own)
+        used = self._known.get(name, Amount())
+        for own in self._own.get(name, {}).values():
+            used = used.plus(*own)
+        return used
 
-    def begin(self, key: ApiKey, tokens: int) -> None:
+    def begin(self, key: ApiKey, tokens: int, model: str = "") -> None:
         """Counts a request, which claims these tokens until `end`."""
         name = key.tenant, key.name
         self._claimed[name] = self._claimed.get(name, 0) + tokens
-        self.count(key, 1, 0)
+        self.count(key, 1, 0, model)
 
     def end(self, key: ApiKey, tokens: int) -> None:
         """The request claims nothing any more: `count` has its real cost, or gets it."""
@@ -109,48 +124,58 @@ class UsageLedger:
         if self._claimed[name] <= 0:
             del self._claimed[name]
 
-    def count(self, key: ApiKey, requests: int, tokens: int) -> None:
+    def count(self, key: ApiKey, requests: int, tokens: int, model: str = "") -> None:
         """Adds to what the key has used."""
-        self._add((key.tenant, key.name), requests, tokens)
+        self._add((key.tenant, key.name), model, requests, tokens)
 
-    def count_tenant(self, tenant: str, tokens: int) -> None:
+    def count_tenant(self, tenant: str, tokens: int, model: str = "") -> None:
         """Adds a request without a key. Clients may name tenants, so those beyond MOST_TENANTS
         between two calls of `sync` are one."""
-        sums = self._tenants.get(tenant)
-        if sums is None:
+        models = self._tenants.get(tenant)
+        if models is None:
             name = tenant if len(self._tenants) < MOST_TENANTS else OTHERS
-            sums = self._tenants.setdefault(name, [0, 0])
+            models = self._tenants.setdefault(name, {})
+        sums = models.setdefault(model, [0, 0])
         sums[0] += 1
         sums[1] += tokens
 
-    async def days(self, month: str) -> list[Use]:
-        """What keys and tenants used on each day of a month; a tenant's requests without a key have
-        the key "". Without a store, what this process counted of this month, as one row. Raises
-        StoreFailed."""
+    async def days(self, month: str) -> list[ModelUse]:
+        """What keys and tenants used of each model on each day of a month; a tenant's requests
+        without a key have the key "". Without a store, what this process counted of this month,
+        as one row. Raises StoreFailed."""
         if self.table is not None:
-            return await self.table.days(month)
+            return [_split(use) for use in await self.table.days(month)]
         self._flush_tenants()
         self._turn_month()
         own = self._own.items() if month == self._month else ()
-        return [Use(month, *name, *amount) for name, amount in own]
+        return [
+            ModelUse(month, *name, model, *amount)
+            for name, amounts in own
+            for model, amount in amounts.items()
+        ]
 
     def _flush_tenants(self) -> None:
         """Bounds what it knows, too: a tenant that is new when there are many is one of others."""
         counted, self._tenants = self._tenants, {}
-        for tenant, sums in counted.items():
+        for tenant, models in counted.items():
             name = tenant, ""
             is_new = name not in self._own and name not in self._known
             if is_new and len(self._own) + len(self._known) >= _MAX_NAMES:
                 name = OTHERS, ""
-            self._add(name, *sums)
+            for model, sums in models.items():
+                self._add(name, model, *sums)
 
-    def _add(self, name: _Name, requests: int, tokens: int) -> None:
+    def _add(self, name: _Name, model: str, requests: int, tokens: int) -> None:
         self._turn_month()
-        self._own[name] = self._own.get(name, Amount()).plus(requests, tokens)
+        self._count_own(name, model, requests, tokens)
         if self.table is not None:
-            at = _day(self.clock()), name
+            at = _day(self.clock()), name, model
             if at in self._unsent or len(self._unsent) < _MAX_UNSENT:
                 self._unsent[at] = self._unsent.get(at, Amount()).plus(requests, tokens)
+
+    def _count_own(self, name: _Name, model: str, requests: int, tokens: int) -> None:
+        amounts = self._own.setdefault(name, {})
+        amounts[model] = amounts.get(model, Amount()).plus(requests, tokens)
 
     async def sync(self) -> None:
         """Sends what was counted, and reads what all have used. Call it every second, and at the
@@ -169,18 +194,22 @@ class UsageLedger:
         except StoreFailed:
             return
         if month == self._month:
-            self._known = {(use.tenant, use.key): Amount(*use[3:]) for use in found}
+            self._known = {}
+            for use in map(_split, found):
+                name = use.tenant, use.key
+                known = self._known.get(name, Amount())
+                self._known[name] = known.plus(use.requests, use.tokens)
             # What was counted during the calls above is not in what was read.
             self._own = {}
-            for (day, name), amount in self._unsent.items():
+            for (day, name, model), amount in self._unsent.items():
                 if day.startswith(month):
-                    self._own[name] = self._own.get(name, Amount()).plus(*amount)
+                    self._count_own(name, model, *amount)
 
     def _next_batch(self) -> Batch:
         unsent, self._unsent = self._unsent, {}
         uses = [
-            Use(period, *name, *amount)
-            for (day, name), amount in unsent.items()
+            Use(period, tenant, f"{key} {model}" if model else key, *amount)
+            for (day, (tenant, key), model), amount in unsent.items()
             for period in (day, day[:7])
         ]
         # A batch names each period of a key once.
@@ -196,6 +225,11 @@ class UsageLedger:
         month = _day(self.clock())[:7]
         if month != self._month:
             self._month, self._known, self._own = month, {}, {}
+
+
+def _split(use: Use) -> ModelUse:
+    key, _, model = use.key.partition(" ")
+    return ModelUse(use.period, use.tenant, key, model, use.requests, use.tokens)
 
 
 def _sum(one: Use, other: Use) -> Use:

@@ -335,6 +335,7 @@ def _search(query: Mapping[str, str], now_s: float) -> Search:
     return Search(
         query.get("session", ""),
         query.get("tenant"),
+        query.get("model", ""),
         status,
         now_s - since_s if since_s else _number(query, "after", 0.0),
         query.get("id", ""),

@@ -21,6 +21,7 @@ import time
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from http import HTTPStatus
+from itertools import islice
 from typing import Any
 
 import orjson
@@ -37,8 +38,10 @@ from sgl_ext.balancer.reporting.activity import (
     searched,
 )
 from sgl_ext.balancer.reporting.failures import last_minute
+from sgl_ext.balancer.routing.models import MOST_MODELS
 from sgl_ext.balancer.routing.worker import Worker
 from sgl_ext.doctor.report import add_advice
+from sgl_ext.key_file import MinuteLimits
 from sgl_ext.protocols import routes
 from sgl_ext.protocols.errors import BalancerError
 from sgl_ext.reading.client import shown_name
@@ -102,7 +105,7 @@ def document(
             "saved_bytes": sum(each.get("saved_bytes", 0) for each in parts),
         },
         "engines": [
-            _engine(worker, started.get(worker.url, {}), _hit_rate(worker, parts))
+            _engine(worker, started.get(worker.url, {}), _hit_rate([worker], parts))
             for worker in workers.all
         ],
         "models": _models(services, parts),
@@ -188,18 +191,24 @@ def _in_flight(worker: Worker) -> int:
     return worker.in_flight + worker.peer_load.in_flight
 
 
-def _hit_rate(worker: Worker, parts: Iterable[Mapping[str, Any]]) -> float | None:
-    counts = [each["cached"].get(worker.id, (0, 0)) for each in parts]
-    cached, prompt = map(sum, zip(*counts, strict=True))
+def _hit_rate(workers: Sequence[Worker], parts: Iterable[Mapping[str, Any]]) -> float | None:
+    cached = prompt = 0
+    for each in parts:
+        for worker in workers:
+            hits, tokens = each["cached"].get(worker.id, (0, 0))
+            cached, prompt = cached + hits, prompt + tokens
     return round(cached / prompt, 4) if prompt else None
 
 
 def _models(services: Services, parts: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Each model, with what waits for it in all processes."""
+    """Each model, with what waits for it in all processes, and the hit rate of its engines."""
     rows = services.models.rows()
     for row in rows:
         waiting = (each["queue"].get("by_model", {}).get(row["name"], 0) for each in parts)
         row["waiting"] = sum(waiting)
+        own = [worker for worker in services.workers.all if worker.model == row["name"]]
+        row["in_flight"] = sum(map(_in_flight, own))
+        row["hit_rate"] = _hit_rate(own, parts)
     return rows
 
 
@@ -252,11 +261,21 @@ def _tenants(
         if keys is not None and row["name"] in keys.tenants:
             allowance = keys.allowance(row["name"])
             row["limits"] = {
-                "requests_per_minute": allowance.requests_per_minute,
-                "tokens_per_minute": allowance.tokens_per_minute,
+                **_per_minute(allowance),
                 "max_priority": services.tenants.of(row["name"]).max_priority,
+                "models": {
+                    model: _per_minute(of)
+                    for model, of in islice(allowance.models.items(), MOST_MODELS)
+                },
             }
     return rows, len(named) + len(idle)
+
+
+def _per_minute(limits: MinuteLimits) -> dict[str, float | None]:
+    return {
+        "requests_per_minute": limits.requests_per_minute,
+        "tokens_per_minute": limits.tokens_per_minute,
+    }
 
 
 SESSIONS = "/sgl_ext/sessions"

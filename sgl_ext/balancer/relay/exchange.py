@@ -573,12 +573,12 @@ class Exchange:
 
     async def _charge(self) -> None:
         """Charges the request's tenant for what it claims of an engine, until its cost is known."""
-        limits, tenant = self._services.rate_limits, self._head.tenant
+        limits, tenant, model = self._services.rate_limits, self._head.tenant, self._answers()
         claimed_tokens = self.routing.prompt_tokens + self.routing.output_tokens
         # What was leased may be put back, or taken by another request, before this one goes on.
-        while (lease := limits.lease(tenant, claimed_tokens)) is not None:
+        while (lease := limits.lease(tenant, claimed_tokens, model)) is not None:
             await self._done(lease)
-        charge = limits.admit(tenant, claimed_tokens, self._head.key)
+        charge = limits.admit(tenant, claimed_tokens, self._head.key, model)
         self._preparation = structs.replace(self._preparation, charge=charge)
 
     # Place and send.
@@ -1117,7 +1117,7 @@ class Exchange:
                 if self.routing.runs and (charge is None or charge.key is None):
                     computed = 0 if usage is None else usage.computed_tokens or 0
                     ledger = self._services.rate_limits.usage
-                    ledger.count_tenant(ended.tenant, computed)
+                    ledger.count_tenant(ended.tenant, computed, self._answers())
         if self._preparation.charge is not None:
             self._settle(None if usage is None else usage.computed_tokens)
         self._count()
@@ -1331,7 +1331,7 @@ class Exchange:
             return None
         preparation, total_s = self._preparation, time.perf_counter() - self._arrived_s
         ended = ended_request(
-            Name(self._request_id, self._trace_id, self._head.route.label),
+            Name(self._request_id, self._trace_id, self._head.route.label, self._answers()),
             End(time.time(), status, outcome, error, usage, error_type(body) if body else None),
             Course(self._queued_s, self._ttft_s, total_s, self._attempts, self._prefix_s),
             self.routing,
@@ -1347,6 +1347,10 @@ class Exchange:
         if self._spans is not None and self._services.span_export is not None:
             self._services.span_export.add(self._spans, ended)
         return ended
+
+    def _answers(self) -> str:
+        """The name of the model that answers; "" if none does."""
+        return "" if self._preparation.pool is None else self._model.name
 
     def _settle(self, cost: int | None) -> None:
         """Settles the charge by the computed tokens, None if they are unknown."""

@@ -6,8 +6,8 @@ itself, and for the others in a small file in the folder that they share. A line
 request:
 
     {"id", "trace", "time", "route", "status", "outcome", "error", "error_type", "worker", "reason",
-     "workers", "tenant", "harness", "client", "moved_lines", "model", "session", "prefix_hash",
-     "tools_hash", "tools_count", "segments", "prompt_tokens", "predicted_tokens",
+     "workers", "tenant", "harness", "client", "moved_lines", "model", "served_model", "session",
+     "prefix_hash", "tools_hash", "tools_count", "segments", "prompt_tokens", "predicted_tokens",
      "expected_tokens", "reported_tokens", "counted_tokens", "output_tokens", "queue_ms",
      "prefix_ms", "ttft_ms", "total_ms", "attempts", "divergence", "saved_bytes"}
 
@@ -23,7 +23,8 @@ in the same order, `tools_hash` for those with the same tools; both are null if 
 `divergence` is null unless the prompt diverges from an earlier one (docs/guide/doctor.md).
 `saved_bytes` is what the client did not send because its request named what is stored.
 
-`harness` and `client` are what the client says about itself (`reading/client.py`).
+`model` is the name that the request has, if its prompt was compared, and `served_model` the model
+that answers it. `harness` and `client` are what the client says about itself (`reading/client.py`).
 `session` is the id that the client states, and after a slash that of its sub-agent, or a hash
 (`reading/client.py`). Prefixes are hashes. No text of a prompt is written.
 
@@ -127,14 +128,17 @@ class EndedRequest(msgspec.Struct, frozen=True, gc=False):
     saved_bytes: int = 0
     moved: Mapping[str, int] = {}
     prefix_s: float = 0.0
+    model: str = ""
 
 
 class Name(NamedTuple):
-    """What a request is found by. trace: the id of its trace. route: as metrics name its path."""
+    """What a request is found by. trace: the id of its trace. route: as metrics name its path.
+    model: that answers it."""
 
     request_id: str
     trace: str
     route: str
+    model: str = ""
 
 
 class End(NamedTuple):
@@ -222,6 +226,7 @@ def ended_request(
         finding.saved_bytes,
         finding.moved,
         course.prefix_s,
+        name.model,
     )
 
 
@@ -250,6 +255,7 @@ def as_line(ended: EndedRequest) -> bytes:
         "client": {name: value for name, value in known.items() if name != "harness"},
         "moved_lines": ended.moved,
         "model": None if found is None else found.model,
+        "served_model": ended.model or None,
         "session": ended.session,
         "prefix_hash": _hex(ended.prefix_hash),
         "tools_hash": _hex(ended.tools_hash),

@@ -8,7 +8,7 @@ import { clock, count, percent, seconds } from "./format.js";
 const EVERY_MS = 5000;
 const LIMIT = 100;
 const HASH_DIGITS = 8;
-const FIELDS = ["session", "status", "slow"];
+const FIELDS = ["session", "model", "status", "slow"];
 
 /** The address of the requests of a session. */
 export const linkTo = (session) => `#requests?${new URLSearchParams({ session })}`;
@@ -44,6 +44,7 @@ export class Requests {
         { head: "Ended", isHead: true, kind: "number", text: ({ time }) => clock(time) },
         { head: "Status", show: outcomeCell },
         { head: "Tenant", kind: "extra one-line", text: ({ tenant }) => tenant || "–" },
+        { head: "Model", kind: "extra one-line of-models", text: ({ served_model: model }) => model ?? "–" },
         { head: "Session", kind: "extra", show: sessionCell },
         { head: "First token", kind: "number extra", text: ({ ttft_ms: ms }) => seconds(ms ? ms / 1000 : null) },
         { head: "Cached", kind: "number extra", text: ({ cached_tokens: cached, prompt_tokens: prompt }) => percent(prompt && cached !== null ? cached / prompt : null) },
@@ -78,9 +79,10 @@ export class Requests {
   }
 
   query() {
-    const { session, status, slow } = this.form.elements;
+    const { session, model, status, slow } = this.form.elements;
     const query = new URLSearchParams();
     if (session.value.trim()) query.set("session", session.value.trim());
+    if (model.value.trim()) query.set("model", model.value.trim());
     if (status.value) query.set("status", status.value);
     if (slow.checked) query.set("slow", "1");
     return query;

@@ -165,6 +165,18 @@ export class View {
         { head: "Hit rate", kind: "meter share", show: (cell, { hit_rate: share }) => shareCell(cell, share) },
       ],
     });
+    this.served = new Table(byId("models"), {
+      label: "models-title", key: ({ name: model }) => model, empty: "No engine has said what it serves.",
+      columns: [
+        { head: "Model", isHead: true, kind: "name", show: name(({ name: model }) => model) },
+        { head: "Other names", kind: "text extra", text: ({ aliases, adapters }) => [...aliases, ...adapters].join(", ") || "–" },
+        { head: "Ready", kind: "number", text: ({ ready, engines }) => `${count(ready)} of ${count(engines)}` },
+        { head: "In flight", kind: "number", text: ({ in_flight: sent }) => count(sent) },
+        { head: "Queued", kind: "number", text: ({ waiting }) => count(waiting) },
+        { head: "Fallback", kind: "name extra", show: name(({ fallback }) => fallback ?? "–") },
+        { head: "Hit rate", kind: "meter share", show: (cell, { hit_rate: share }) => shareCell(cell, share) },
+      ],
+    });
     this.events = new Table(byId("events"), {
       label: "events-title", empty: "Nothing has happened yet.",
       key: ({ time_s: time, kind, subject, text }) => [time, kind, subject, text].join("\n"),
@@ -268,7 +280,10 @@ export class View {
     const { node, history, queue, counts, recent } = state;
     this.now_s = node.now_s;
     home = homeOf(state.engines);
-    this.models = (state.models ?? []).map(({ name }) => name);
+    this.models = state.models.map(({ name }) => name);
+    document.body.classList.toggle("one-model", this.models.length < 2);
+    this.served.show(state.models, state.models.length);
+    setText(byId("models-count"), count(state.models.length));
     setText(byId("model"), this.models.length > 1 ? this.models.join(", ") : node.model ?? "");
     document.title = `${node.model ? `${node.model} – ` : ""}sgl-ext`;
     const status = byId("node");
@@ -384,9 +399,8 @@ function changeCell(cell, { kind, means, advice, versions }) {
 
 function limitsText(limits) {
   if (!limits) return UNKNOWN;
-  const { requests_per_minute: requests, tokens_per_minute: tokens } = limits;
-  const told = [];
-  if (requests !== null) told.push(`${compact(requests)} req`);
-  if (tokens !== null) told.push(`${compact(tokens)} tok`);
-  return told.join(", ") || "none";
+  const told = ({ requests_per_minute: requests, tokens_per_minute: tokens }) =>
+    [requests !== null && `${compact(requests)} req`, tokens !== null && `${compact(tokens)} tok`].filter(Boolean);
+  const ofModels = Object.entries(limits.models ?? {}).map(([model, of]) => `${model}: ${told(of).join(", ")}`);
+  return [told(limits).join(", "), ...ofModels].filter(Boolean).join("; ") || "none";
 }

@@ -68,6 +68,35 @@ def test_requests_over_the_limit_are_rejected_with_a_time_to_retry(folder: Path)
     assert [setting.retry_after_s(tenant="b") for _ in range(9)] == [0] * 9
 
 
+OF_MODELS = """
+[tenants.a]
+requests-per-minute = 4
+[tenants.a.models.large]
+requests-per-minute = 1
+tokens-per-minute = 600
+"""
+
+
+def test_a_model_has_limits_of_its_own_beside_those_of_the_tenant(folder: Path) -> None:
+    setting = Setting(folder, OF_MODELS)
+    admit = setting.limits.admit
+    charge = admit("a", 600, model="large")
+    with pytest.raises(BalancerError) as error:
+        admit("a", 1, model="large")
+    said = "This tenant's limit of 1 requests per minute for the model large is reached."
+    assert (error.value.retry_after_s, str(error.value)) == (60, said)
+    for model in ("small", "", "small"):
+        admit("a", 600, model=model)
+    assert setting.retry_after_s() == 15  # of all models
+    setting.clock.now_s += 60
+    setting.limits.settle(charge, 1200)  # it is owed to the model
+    with pytest.raises(BalancerError, match="600 tokens per minute for the model large"):
+        admit("a", 1, model="large")
+    page = setting.metrics.render().decode()
+    assert 'sgl_ext_tenant_rate_limited_total{limit="requests of large",tenant="a"} 1.0' in page
+    assert 'sgl_ext_tenant_limit{limit="tokens of large",tenant="a"} 600.0' in page
+
+
 def test_tokens_are_charged_on_arrival_and_corrected_at_the_end(folder: Path) -> None:
     setting = Setting(folder, "[tenants.a]\ntokens_per_minute = 600")
     charge = setting.limits.admit("a", 600)

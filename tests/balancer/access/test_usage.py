@@ -7,8 +7,12 @@ from pathlib import Path
 
 from aiohttp import ClientSession
 
-from sgl_ext.balancer.access.usage import MOST_TENANTS, OTHERS, UsageLedger
+from sgl_ext.balancer.access.usage import MOST_TENANTS, OTHERS, Amount, ModelUse, UsageLedger
+from sgl_ext.balancer.metrics.registry import Metrics
 from sgl_ext.balancer.server import Balancer
+from sgl_ext.balancer.store.opening import open_store
+from sgl_ext.balancer.store.usage import Batch, Use
+from sgl_ext.key_file import ApiKey
 from sgl_ext.settings.schema import BalancerSettings
 from tests.balancer.conftest import Engine, Start
 
@@ -18,7 +22,37 @@ def test_tenants_that_clients_name_are_bounded() -> None:
     for number in range(MOST_TENANTS + 50):
         ledger.count_tenant(f"t{number}", 1)
     assert len(ledger._tenants) == MOST_TENANTS + 1
-    assert ledger._tenants[OTHERS] == [50, 50]
+    assert ledger._tenants[OTHERS] == {"": [50, 50]}
+
+
+async def test_a_key_uses_one_budget_for_all_models_and_is_listed_by_model() -> None:
+    ledger, key = UsageLedger(clock=lambda: 1e9), ApiKey("a", "0" * 64, name="k")
+    for model, tokens in (("large", 5), ("small", 3), ("large", 2)):
+        ledger.count(key, 1, tokens, model)
+    assert ledger.used(key) == Amount(3, 10)
+    assert [use[1:] for use in await ledger.days("2001-09")] == [
+        ("a", "k", "large", 2, 7),
+        ("a", "k", "small", 1, 3),
+    ]
+
+
+async def test_a_store_keeps_models_and_uses_of_before_there_were_any(tmp_path: Path) -> None:
+    table = open_store(str(tmp_path / "store.sqlite"), 4 << 20, Metrics(), None).usage
+    assert table is not None
+    await table.add(
+        Batch("w", 1, [Use(each, "a", "k", 1, 10) for each in ("2001-09", "2001-09-09")], "2000-01")
+    )
+    ledger, key = UsageLedger(table, clock=lambda: 1e9), ApiKey("a", "0" * 64, name="k")
+    ledger.count(key, 1, 7, "large")
+    ledger.count_tenant("b", 2, "small")
+    for _ in range(2):
+        await ledger.sync()
+        assert ledger.used(key) == Amount(2, 17)
+    assert await ledger.days("2001-09") == [
+        ModelUse("2001-09-09", "a", "k", "", 1, 10),
+        ModelUse("2001-09-09", "a", "k", "large", 1, 7),
+        ModelUse("2001-09-09", "b", "", "small", 1, 2),
+    ]
 
 
 async def used(client: ClientSession) -> dict[str, int]:
