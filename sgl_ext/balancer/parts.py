@@ -200,7 +200,7 @@ class Parts:
         )
         self.services.heartbeats.change(config.first_byte_s, interval_s)
         self.services.resends.change(config.resend_s)
-        self._peers = self._make_peers(group, models)
+        self._peers = self._make_peers(group, folder, models)
         path = _events_path(config, folder)
         events = self.services.events = EventLog(path)
         self.reloads.add_event = events.add
@@ -356,7 +356,9 @@ class Parts:
         if self._peers is not None:
             self._peers.send_state()
 
-    def _make_peers(self, group: PeerGroup | None, models: Models) -> Peers | None:
+    def _make_peers(
+        self, group: PeerGroup | None, folder: Path | None, models: Models
+    ) -> Peers | None:
         """The way to the other processes of this balancer, and to those on other nodes."""
         messages = None
         if self._shared is not None:
@@ -364,7 +366,17 @@ class Parts:
             messages = StoreMessages(self._shared, self._metrics, secret, number)
         if group is None and messages is None:
             return None
-        return Peers(group, models, self._metrics, store=messages)
+        resends = self.services.resends
+        peers = Peers(
+            group,
+            models,
+            self._metrics,
+            store=messages,
+            left_elsewhere=resends.left_elsewhere,
+        )
+        if group is not None:
+            resends.folder, resends.on_left = folder, peers.send_left
+        return peers
 
     async def _write_snapshots(self) -> None:
         await self._whole.write(lambda: orjson.dumps(part(self.services, time.time())))

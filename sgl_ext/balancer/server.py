@@ -24,6 +24,7 @@ from sgl_ext.balancer.http.tls import TlsPort
 from sgl_ext.balancer.metrics.registry import Metrics
 from sgl_ext.balancer.parts import Basis, Parts
 from sgl_ext.balancer.relay.exchange import Exchange
+from sgl_ext.balancer.relay.resends import socket_path
 from sgl_ext.balancer.relay.responses_socket import SocketHandshake
 from sgl_ext.balancer.relay.services import Services
 from sgl_ext.limits.byte_account import ByteAccount
@@ -66,7 +67,7 @@ class Balancer:
         self._live = _live(config, read, folder)
         config = self._live.current
         self._interval_s = interval_s
-        self._shares_port = group is not None
+        self._group, self._folder = group, folder
         self.draining = False
         self.now = 0.0
         self._connections: set[Connection] = set()
@@ -121,6 +122,11 @@ class Balancer:
         self._services = self._parts.services
         await self._parts.start()
         make: Callable[[], asyncio.BufferedProtocol] = partial(DownstreamConnection, self)
+        self._servers = []
+        if self._group is not None and self._folder is not None:
+            path = socket_path(self._folder, self._group.number)
+            path.unlink(missing_ok=True)  # of a process with this number that has died
+            self._servers = [await loop.create_unix_server(make, str(path))]
         if self._certificate is not None:
             self._tls = TlsPort(self._certificate, make, self._plain_answer, self._count_handshake)
             self._metrics.tables.add("tls_handshakes", self._tls.__len__, lambda: TlsPort.limit)
@@ -142,8 +148,9 @@ class Balancer:
             self._config.host,
             self._config.port,
             backlog=_BACKLOG,
-            reuse_port=self._shares_port,
+            reuse_port=self._group is not None,
         )
+        self._servers.append(self._server)
 
     @property
     def _config(self) -> BalancerSettings:
@@ -180,7 +187,8 @@ class Balancer:
         self._note_idle()
         with suppress(TimeoutError):
             await asyncio.wait_for(self._drained.wait(), most_s - least_s)
-        self._server.close()
+        for server in self._servers:
+            server.close()
         for connection in tuple(self._connections):
             connection.end()
         if self._connections:

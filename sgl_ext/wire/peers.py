@@ -57,14 +57,26 @@ class State(msgspec.Struct, tag="_State"):
     is_trying: bool = False
 
 
-_DECODER: msgspec.json.Decoder[Placed | State] = msgspec.json.Decoder(Placed | State)
+class Left(msgspec.Struct, tag="_Left", frozen=True):
+    """The client of a request has left, and may send it again: to the process with this number if
+    it can.
+
+    key: as of `relay.resends`, in hexadecimal digits.
+    """
+
+    key: str
+    process: int
 
 
-def encode(message: Placed | State) -> bytes:
+Message = Placed | State | Left
+_DECODER: msgspec.json.Decoder[Message] = msgspec.json.Decoder(Message)
+
+
+def encode(message: Message) -> bytes:
     """A message's bytes."""
     return msgspec.json.encode(message)
 
 
-def read_message(data: bytes) -> Placed | State:
+def read_message(data: bytes) -> Message:
     """Raises ValueError if it is malformed, or no such message. Unknown fields are ignored."""
     return _DECODER.decode(data)

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import socket
 from collections.abc import AsyncIterator, Callable
 from contextlib import AsyncExitStack, asynccontextmanager
+from pathlib import Path
 from typing import Any
 
+from sgl_ext.balancer.cluster.peers import PeerGroup
 from sgl_ext.balancer.server import Balancer
 from sgl_ext.settings.schema import BalancerSettings
 from tests.waiting import HANG_S
@@ -136,17 +139,34 @@ class Raw:
             writer.close()
 
 
+def process_groups(count: int) -> list[PeerGroup]:
+    """Those of `count` processes of one balancer, which all run in this process."""
+    sockets = []
+    for _ in range(count):
+        sockets.append(socket.socket(socket.AF_INET, socket.SOCK_DGRAM))
+        sockets[-1].bind(("127.0.0.1", 0))
+    return [PeerGroup(number, b"0123456789abcdef", tuple(sockets)) for number in range(count)]
+
+
 @asynccontextmanager
-async def running(*workers: Raw, interval_s: float = 0.1, **config: Any) -> AsyncIterator[Balancer]:
-    """Raw workers, and a balancer over them."""
+async def running(
+    *workers: Raw,
+    interval_s: float = 0.1,
+    group: PeerGroup | None = None,
+    folder: Path | None = None,
+    **config: Any,
+) -> AsyncIterator[Balancer]:
+    """Raw workers that do not run yet, and a balancer over all. group, folder: as of a Balancer."""
     async with AsyncExitStack() as stack:
-        for worker in workers:
+        if group is not None:
+            stack.callback(group.mine.close)
+        for worker in [w for w in workers if not w.url]:
             server = await asyncio.start_server(worker.serve, "127.0.0.1", 0)
             stack.callback(server.close)
             worker.url = f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"
         urls = tuple(worker.url for worker in workers)
         settings = {"workers": urls, "port": 0, **AT_ONCE, **config}
-        balancer = Balancer(BalancerSettings(**settings), interval_s=interval_s)
+        balancer = Balancer(BalancerSettings(**settings), group, folder, interval_s=interval_s)
         await balancer.start()
         stack.push_async_callback(balancer.stop)
         yield balancer

@@ -7,7 +7,16 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sgl_ext.wire.peers import AdminChanges, Load, Placed, State, encode, read_message
+from sgl_ext.wire.peers import (
+    AdminChanges,
+    Left,
+    Load,
+    Message,
+    Placed,
+    State,
+    encode,
+    read_message,
+)
 
 texts, counts = st.text(max_size=9), st.integers(0, 2**40)
 maybe_text = st.none() | texts
@@ -35,15 +44,16 @@ states = st.builds(
     st.dictionaries(texts, st.floats(0, 1e6), max_size=3),
     st.booleans(),
 )
+left = st.builds(Left, texts, counts)
 
 
-@given(placed | states)
-def test_what_is_sent_arrives(message: Placed | State) -> None:
+@given(placed | states | left)
+def test_what_is_sent_arrives(message: Message) -> None:
     assert read_message(encode(message)) == message
 
 
-@given(placed | states, st.data())
-def test_a_message_that_was_cut_is_malformed(message: Placed | State, data: st.DataObject) -> None:
+@given(placed | states | left, st.data())
+def test_a_message_that_was_cut_is_malformed(message: Message, data: st.DataObject) -> None:
     whole = encode(message)
     with pytest.raises(msgspec.MsgspecError):
         read_message(whole[: data.draw(st.integers(0, len(whole) - 1))])

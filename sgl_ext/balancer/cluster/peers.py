@@ -2,10 +2,10 @@
 
 The processes share one prefix index, made from the engines' own events. What no engine knows is
 sent to the peers over UDP on the loopback address: where a request was placed, so that the
-session's next request goes there too, the load that each process puts on each worker, and what the
-admin API changed. There are no requests and no acknowledgements. States are complete, never
-differences, and repeated every second: a lost message is repaired by the next one, and the state of
-a dead process is forgotten.
+session's next request goes there too, the load that each process puts on each worker, what the
+admin API changed, and which request's client has left, for a copy that another process gets. There
+are no requests and no acknowledgements. States are complete, never differences, and repeated every
+second: a lost message is repaired by the next one, and the state of a dead process is forgotten.
 
 A message begins with the group's secret; any other message is counted and dropped. The same
 messages go to the balancers on other nodes through the store that they share, if there is one
@@ -40,7 +40,7 @@ from sgl_ext.balancer.store.calls import failure_of
 from sgl_ext.balancer.store.documents import StoreFailed
 from sgl_ext.balancer.store.shared_state import SharedState
 from sgl_ext.supervision import Guard, supervise
-from sgl_ext.wire.peers import Load, Placed, State, encode, read_message
+from sgl_ext.wire.peers import Left, Load, Message, Placed, State, encode, read_message
 
 SEND_S = 0.05
 _AGAIN_S = 1.0
@@ -154,6 +154,8 @@ class Peers:
 
     group: the processes that share this one's port, if there are several.
     store: the way to balancers on other nodes, if there is one.
+    left_elsewhere: gets the key of each request whose client has left another process, and the
+        number of that.
     """
 
     group: PeerGroup | None
@@ -161,6 +163,7 @@ class Peers:
     metrics: Metrics
     clock: Callable[[], float] = time.monotonic
     store: StoreMessages | None = None
+    left_elsewhere: Callable[[bytes, int], object] | None = None
 
     def __post_init__(self) -> None:
         sockets = () if self.group is None else self.group.sockets
@@ -211,6 +214,12 @@ class Peers:
         self._send(Placed(worker, session, hashes, *about))
         self.load_changed()
 
+    def send_left(self, key: bytes) -> None:
+        """Sends that the client of a request has left, to the processes of this node."""
+        if self.group is not None:
+            message = Left(key.hex(), self.group.number)
+            self._send_to_group(self.group, self.group.secret + encode(message))
+
     def load_changed(self) -> None:
         """Sends this process's load in a moment, because much changes at once."""
         if not self._load_due:
@@ -235,7 +244,7 @@ class Peers:
         workers = self.models.workers.all
         return {w.id: w.load for w in workers if w.in_flight or w.pending_tokens or w.decoding}
 
-    def _send(self, message: Placed | State) -> None:
+    def _send(self, message: Message) -> None:
         data = encode(message)
         if self.store is not None:
             self.store.send(data, is_state=isinstance(message, State))
@@ -308,6 +317,10 @@ class Peers:
                     message.priority,
                     None if message.agent is None else int(message.agent, 16),
                 )
+            return
+        if isinstance(message, Left):
+            if self.left_elsewhere is not None:
+                self.left_elsewhere(bytes.fromhex(message.key), message.process)
             return
         self.models.workers.change(message.admin)
         now_s = self.clock()

@@ -243,6 +243,11 @@ class ConnectionTurns:
         else:
             self.hold.set(size_bytes)
 
+    @property
+    def is_closed(self) -> bool:
+        """Whether the connection has ended."""
+        return self._closed
+
     def close(self) -> None:
         """Forgets all turns, and those that are still to come."""
         self._closed = True
@@ -254,12 +259,13 @@ class ConnectionTurns:
         self.hold.release()
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class LaneTurns:
-    """A connection's turns, for the requests of one lane."""
+    """A connection's turns, for a request of one lane."""
 
     turns: ConnectionTurns
     name: str | None
+    _late: tuple[str, str | None, bytes] | None = None
 
     def chain(self, id: str) -> tuple[list[bytes], str | None]:
         """As `ConnectionTurns.chain`: a lane can continue another one's responses."""
@@ -267,4 +273,13 @@ class LaneTurns:
 
     def add(self, id: str, previous: str | None, items: bytes) -> None:
         """Keeps a turn of this lane."""
+        if self.turns.is_closed:
+            self._late = id, previous, items
         self.turns.add(self.name, id, previous, items)
+
+    def become(self, other: "LaneTurns") -> None:
+        """The request's client has a new connection, with a lane for its turn."""
+        self.turns, self.name = other.turns, other.name
+        late, self._late = self._late, None
+        if late is not None:
+            self.add(*late)

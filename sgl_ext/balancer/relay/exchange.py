@@ -29,6 +29,7 @@ import re
 import secrets
 import time
 from collections.abc import Coroutine, Generator
+from copy import copy
 from enum import Enum
 from functools import partial
 from http import HTTPStatus
@@ -58,7 +59,7 @@ from sgl_ext.balancer.relay.preparation import (
     prepare,
 )
 from sgl_ext.balancer.relay.reading import Reading, with_model, without_usage
-from sgl_ext.balancer.relay.resends import MAX_SENT_BYTES, NO_CLIENT, resend_key
+from sgl_ext.balancer.relay.resends import MAX_SENT_BYTES, NO_CLIENT, PeerPool, resend_key
 from sgl_ext.balancer.relay.services import Services
 from sgl_ext.balancer.reporting.request_log import (
     Course,
@@ -392,6 +393,7 @@ class Exchange:
     _paid_tokens: int | None = None  # when its client left
     # The same request, sent earlier, that answers in place of this one.
     _earlier: "Exchange | None" = None
+    _holder: PeerPool | None = None  # the process that has that one, if it is another
 
     def __init__(
         self,
@@ -443,6 +445,8 @@ class Exchange:
                     self._spans.read(reading.model)
                 if plan.runs and self._is_answered_by_earlier():
                     return  # the same request, sent earlier, answers
+                if self._holder is not None and await self._is_passed_on(self._holder, reading):
+                    return
                 is_checked = reading.path in RESPONSES.paths
                 name = services.models.name_for_engine(reading.model, is_checked=is_checked)
                 meant = None
@@ -497,17 +501,7 @@ class Exchange:
                 except AttemptFailed as failure:
                     self._retry(failure)
 
-            # End the answer, after it is stored if it is a turn of a conversation.
-            streams = self._streams(body)
-            if streams and body:
-                self._relay_events(body)
-                body = b""
-            if preparation.recorder is not None:
-                body = await self._stored(preparation.recorder, body, streams=streams)
-            if streams:
-                self._end_stream(body)
-            else:
-                self._answer(body)
+            await self._end_answer(body)
         except _Over:
             pass
         except Exception as error:
@@ -968,6 +962,20 @@ class Exchange:
         if routing.runs:
             metrics.priority_ttft_s.observe(band(routing.priority), self._ttft_s)
 
+    async def _end_answer(self, body: bytes) -> None:
+        """Ends the answer, after it is stored if it is a turn of a conversation. body: the part
+        that was not relayed."""
+        streams, recorder = self._streams(body), self._preparation.recorder
+        if streams and body:
+            self._relay_events(body)
+            body = b""
+        if recorder is not None:
+            body = await self._stored(recorder, body, streams=streams)
+        if streams:
+            self._end_stream(body)
+        else:
+            self._answer(body)
+
     def _end_stream(self, last: bytes) -> None:
         if last:
             self._send_events(last)
@@ -1232,17 +1240,46 @@ class Exchange:
         """Whether the client sent this request before, and that one answers now. Otherwise this one
         may answer in place of a later one."""
         body, resends = self._request.body, self._services.resends
-        may_be_resent = resends.resend_s and self._way.may_be_resent and self._turns is None
+        may_be_resent = resends.resend_s and self._way.may_be_resent
         if not may_be_resent or len(body) > LARGE_BODY_BYTES:
             return False
         self._resend_key = resend_key(self._head, body)
         earlier = resends.take(self._resend_key)
         if not isinstance(earlier, Exchange):
             self._sent = bytearray()
+            self._holder = resends.holder(self._resend_key)
             return False
         self._services.metrics.resent_requests.inc()
         self._stage, self._earlier = ENDED, earlier
         earlier.taken_over(self)
+        return True
+
+    async def _is_passed_on(self, holder: PeerPool, reading: Reading) -> bool:
+        """Whether another process, where the client sent this request before, has answered it.
+        That process admits it, counts it and waits for its client."""
+        head, key, self._resend_key, self._sent = self._head, self._resend_key, b"", None
+        self._head = copy(head)
+        self._head.route, self._pool = None, holder
+        if self._turns is not None and reading.turn is not None:
+            # That process stores the answer, and this one remembers it for the connection.
+            turn = reading.turn._replace(is_stored=False)
+            recorder = self._services.bodies.conversations.recorder(turn, head.tenant, self._turns)
+            self._preparation = structs.replace(NOT_PREPARED, recorder=recorder)
+        try:
+            self._connect(None)
+            while (connection := self._connection) is None:
+                await self._news()
+            self.send(connection)
+            body = await self._rest_of_response()
+        except AttemptFailed as failure:
+            if self._stage is RELAYING:
+                self._cut(failure.reason)
+                raise _Over from None
+            self._head, self._resend_key, self._sent = head, key, bytearray()
+            self._preparation, self._response = NOT_PREPARED, NO_RESPONSE
+            self._is_sent, self._lost = False, 0
+            return False
+        await self._end_answer(body)
         return True
 
     def _leave(self) -> None:
@@ -1277,6 +1314,8 @@ class Exchange:
             self._keep(Outcome.DISCONNECTED, status)
         named = self._named_lines()
         self._client, self._head = later._client, later._head
+        if self._turns is not None and later._turns is not None:
+            self._turns.become(later._turns)
         self._request_id = later._request_id
         self._trace_id, self._spans = later._trace_id, later._spans
         self._request.hold.release()

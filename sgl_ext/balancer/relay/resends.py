@@ -7,16 +7,25 @@ takes the first one's answer over.
     leave --> waits --take: the same key--> goes on with the new client
                 |
                 +--resend_s, or nothing left to take over--> stops
+
+Of several processes on one port another one can get the copy. The process that holds the first one
+tells the others, and the one that gets the copy passes it on there: each process listens on a Unix
+socket in the folder that they share. To the process that holds the first one, that is a client
+which sends it again. If it cannot be reached, the copy begins anew where it is.
 """
 
+import asyncio
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Protocol
 
-from sgl_ext.balancer.http.request_head import RequestHead
+from sgl_ext.balancer.http.request_head import HOP_BY_HOP, RequestHead, header_lines
+from sgl_ext.balancer.http.upstream import ConnectionPool, UpstreamConnection
 from sgl_ext.supervision import Failed, Guard
 
 MOST_LEFT = 256
+MOST_LEFT_ELSEWHERE = 4_096
 MAX_SENT_BYTES = 256 * 1024
 """What a request may have sent so that it can be taken over."""
 
@@ -26,6 +35,34 @@ def resend_key(head: RequestHead, body: bytes | bytearray) -> bytes:
     found = head.resend_hash.copy()
     found.update(body)
     return found.digest()
+
+
+def socket_path(folder: Path, process: int) -> Path:
+    """Where the process with this number takes copies of the requests whose clients left it."""
+    return folder / f"{process}.sock"
+
+
+# The body is decoded, and the process that gets it checks the key again.
+_NOT_TO_PEERS = HOP_BY_HOP | {b"content-encoding", b"expect", b"host", b"x-request-id"}
+
+
+class PeerPool(ConnectionPool):
+    """Connections to another process of this balancer."""
+
+    def __init__(self, path: Path) -> None:
+        super().__init__("http://balancer")
+        self._path = path
+
+    def begin_of(self, head: RequestHead) -> bytes:
+        """As its client sent it."""
+        lines = header_lines(head.headers, _NOT_TO_PEERS)
+        return self.request_line(head.method, head.target) + lines
+
+    async def _open(self) -> UpstreamConnection:
+        _, connection = await asyncio.get_running_loop().create_unix_connection(
+            lambda: UpstreamConnection(self), str(self._path)
+        )
+        return connection
 
 
 class Abandoned(Protocol):
@@ -43,6 +80,8 @@ class Resends:
     """The requests of one process whose clients have left: at most MOST_LEFT, one of each key.
 
     resend_s: how long one waits for its client; 0: it stops at once.
+    folder: of the sockets of all processes, if there are several.
+    on_left: called with the key of each request whose client leaves.
     """
 
     def __init__(
@@ -50,6 +89,10 @@ class Resends:
     ) -> None:
         self.resend_s = resend_s
         self.clock = clock
+        self.folder: Path | None = None
+        self.on_left: Callable[[bytes], object] = lambda key: None
+        self._pools: dict[int, PeerPool] = {}
+        self.elsewhere: dict[bytes, tuple[float, int]] = {}
         self._guard = Guard("resends", failed)
         # In the order in which their clients left.
         self._left: dict[bytes, tuple[float, Abandoned]] = {}
@@ -68,6 +111,7 @@ class Resends:
         if earlier is None and len(self._left) >= MOST_LEFT:
             earlier = self._left.pop(next(iter(self._left)))
         self._left[key] = self.clock(), request
+        self.on_left(key)
         if earlier is not None:
             self._stop(earlier[1])
 
@@ -78,6 +122,25 @@ class Resends:
         del self._left[key]
         return found[1]
 
+    def left_elsewhere(self, key: bytes, process: int) -> None:
+        """The client of the request with this key has left the process with this number."""
+        self.elsewhere.pop(key, None)
+        if len(self.elsewhere) >= MOST_LEFT_ELSEWHERE:
+            del self.elsewhere[next(iter(self.elsewhere))]
+        self.elsewhere[key] = self.clock(), process
+
+    def holder(self, key: bytes) -> PeerPool | None:
+        """The process that holds the request with this key; None if none is known. Only the next
+        copy is told, so that no copy is passed round."""
+        found = self.elsewhere.pop(key, None) if self.elsewhere else None
+        if found is None or self.folder is None:
+            return None
+        _, process = found
+        pool = self._pools.get(process)
+        if pool is None:
+            pool = self._pools[process] = PeerPool(socket_path(self.folder, process))
+        return pool
+
     def forget(self, key: bytes, request: Abandoned) -> None:
         """A request has ended without an answer that another client could get. A second call does
         nothing."""
@@ -87,6 +150,13 @@ class Resends:
     def sweep(self) -> None:
         """Stops the requests that no client has taken over in time. Call it periodically."""
         now_s = self.clock()
+        for pool in self._pools.values():
+            pool.sweep()
+        while self.elsewhere:
+            key, (left_s, _) = next(iter(self.elsewhere.items()))
+            if now_s - left_s < self.resend_s:
+                break
+            del self.elsewhere[key]
         for key, (left_s, request) in tuple(self._left.items()):
             if now_s - left_s >= self.resend_s or not request.can_be_taken:
                 del self._left[key]
@@ -94,6 +164,8 @@ class Resends:
 
     def close(self) -> None:
         """Stops all."""
+        for pool in self._pools.values():
+            pool.close()
         left, self._left = self._left, {}
         for _, request in left.values():
             self._stop(request)

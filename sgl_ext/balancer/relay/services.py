@@ -17,7 +17,7 @@ from sgl_ext.balancer.http.upstream import ConnectionPool, EngineConnections
 from sgl_ext.balancer.metrics.registry import Metrics
 from sgl_ext.balancer.relay.bodies import Bodies
 from sgl_ext.balancer.relay.heartbeats import Heartbeats
-from sgl_ext.balancer.relay.resends import MOST_LEFT, Resends
+from sgl_ext.balancer.relay.resends import MOST_LEFT, MOST_LEFT_ELSEWHERE, Resends
 from sgl_ext.balancer.reporting.activity import Activity, HitRates
 from sgl_ext.balancer.reporting.cache_turns import CacheTurns
 from sgl_ext.balancer.reporting.diagnosis import remembering
@@ -84,7 +84,9 @@ class Services:
         self.retries = RetryBudget()
         self.heartbeats = Heartbeats(failed)
         self.resends = Resends(failed)
+        elsewhere = self.resends.elsewhere.__len__
         self.metrics.tables.add("left_requests", self.resends.__len__, lambda: MOST_LEFT)
+        self.metrics.tables.add("left_elsewhere", elsewhere, lambda: MOST_LEFT_ELSEWHERE)
         self.cache_turns = CacheTurns(self.metrics, remembering(self.request_log.detector))
         cached, prompt = self.metrics.reported_tokens, self.metrics.prompt_tokens
         self.hit_rates = HitRates(cached.counts, prompt.counts)

@@ -3,16 +3,27 @@
 from __future__ import annotations
 
 from itertools import pairwise
+from pathlib import Path
 from typing import Any
 
 import orjson
 import pytest
 
+from sgl_ext import keys
 from sgl_ext.balancer.relay import exchange, resends
-from sgl_ext.balancer.relay.resends import MOST_LEFT, Resends
+from sgl_ext.balancer.relay.resends import MOST_LEFT, MOST_LEFT_ELSEWHERE, Resends, socket_path
 from sgl_ext.balancer.server import Balancer
 from tests.balancer.conftest import Connect, Serve
-from tests.balancer.wire import Raw, Wire, answer, chunked, request, sse, until
+from tests.balancer.wire import (
+    Raw,
+    Wire,
+    answer,
+    chunked,
+    process_groups,
+    request,
+    sse,
+    until,
+)
 
 SESSION = b"x-claude-code-session-id: s"
 ONE, TWO, THREE = (b'data: {"n": %d}\n\n' % n for n in (1, 2, 3))
@@ -527,3 +538,167 @@ async def test_a_balancer_that_ends_stops_what_has_no_client(
     await node.balancer.stop()
     await worker.closed.wait()
     assert node.is_level()
+
+
+# Several processes: the copy comes to another one.
+
+
+class Processes:
+    """Processes of one balancer, each a node of its own, whose clients' requests wait."""
+
+    def __init__(self, nodes: list[Node]) -> None:
+        self.nodes = nodes
+
+    @classmethod
+    async def started(
+        cls, serve: Serve, connect: Connect, folder: Path, worker: Raw, count: int = 2, **more: Any
+    ) -> Processes:
+        config = {"resend_s": RESEND_S, "interval_s": 3600.0, "folder": folder, **more}
+        groups = process_groups(count)
+        return cls([Node(await serve(worker, group=g, **config), connect) for g in groups])
+
+    async def leaves(self, number: int, wire: Wire) -> None:
+        """Its client leaves this process, and the others know."""
+        await self.nodes[number].leaves(wire)
+        others = [node for node in self.nodes if node is not self.nodes[number]]
+        await until(lambda: all(node.left.elsewhere for node in others))
+
+    def are_level(self) -> bool:
+        return all(node.is_level() for node in self.nodes)
+
+    def counted(self) -> float:
+        """The requests that were answered, in all processes."""
+        counts = [node.balancer.services.metrics.requests.counts for node in self.nodes]
+        return sum(each["/v1/messages", 200] for each in counts)
+
+
+@pytest.mark.parametrize("stream", [True, False])
+async def test_a_copy_that_comes_to_another_process_takes_over(
+    serve: Serve, connect: Connect, tmp_path: Path, stream: bool
+) -> None:
+    worker = Raw([])
+    processes = await Processes.started(serve, connect, tmp_path, worker)
+    one, other = processes.nodes
+    first = await one.send(asked("Hello", b"x-request-id: one", stream=stream))
+    await until(lambda: worker.requests)
+    await processes.leaves(0, first)
+    second = await other.send(asked("Hello", b"x-request-id: two", stream=stream))
+    await until(lambda: not len(one.left))
+    if stream:
+        worker.go_on(b"".join(sse(ONE, TWO)))
+        head, body = await second.stream()
+        assert b"cache-control: no-cache\r\n" in head
+    else:
+        worker.go_on(answer(b'{"n": 1}'))
+        head, body = await second.answer()
+    assert body == (ONE + TWO if stream else b'{"n": 1}')
+    assert head.count(b"x-request-id: two\r\n") == head.count(b"\r\nrequest-id: two\r\n") == 1
+    assert b": one\r\n" not in head
+    assert len(worker.requests) == 1
+    assert one.balancer.services.metrics.resent_requests.counts[()] == 1
+    assert processes.counted() == 1
+    await until(processes.are_level)
+    # The connection takes the next request, which is a new one.
+    assert (await second.ask(asked(stream=False)))[1] == b"{}"
+
+
+async def test_each_process_can_get_the_next_copy(
+    serve: Serve, connect: Connect, tmp_path: Path
+) -> None:
+    worker = Raw([*OPEN, *chunked(ONE, end=b"")])
+    processes = await Processes.started(serve, connect, tmp_path, worker, count=3)
+    one, *others = processes.nodes
+    wire = await one.send(asked())
+    await head_of(wire)
+    for node in (*others, others[0]):
+        assert await event_of(wire) == ONE
+        wire.writer.transport.abort()
+        await until(lambda: len(one.left) == 1)
+        await until(lambda: all(other.left.elsewhere for other in others))
+        wire = await node.send(asked())
+        await head_of(wire)
+    assert await event_of(wire) == ONE
+    worker.go_on(b"".join(chunked(TWO)))
+    assert await event_of(wire) == TWO
+    assert await wire.reader.readexactly(5) == b"0\r\n\r\n"
+    assert len(worker.requests) == 1
+    await until(processes.are_level)
+
+
+async def test_a_tenant_s_key_is_checked_where_the_first_copy_is(
+    serve: Serve, connect: Connect, tmp_path: Path
+) -> None:
+    path = tmp_path / "keys.toml"
+    path.write_text("")
+    alice, bob = (b"x-api-key: " + keys.add_key(path, name)[0].encode() for name in ("a", "b"))
+    worker = Raw([], [])
+    processes = await Processes.started(serve, connect, tmp_path, worker, keys=str(path))
+    first = await processes.nodes[0].send(asked("Hello", alice))
+    await until(lambda: worker.requests)
+    await processes.leaves(0, first)
+    await processes.nodes[1].send(asked("Hello", bob))
+    await until(lambda: len(worker.requests) == 2)
+    second = await processes.nodes[1].send(asked("Hello", alice))
+    await until(lambda: not len(processes.nodes[0].left))
+    second.writer.transport.abort()
+    await until(lambda: len(processes.nodes[0].left) == 1)
+    assert len(worker.requests) == 2
+
+
+@pytest.mark.parametrize("is_gone", [True, False])
+async def test_a_copy_begins_anew_if_the_first_one_is_gone(
+    serve: Serve, connect: Connect, tmp_path: Path, is_gone: bool
+) -> None:
+    worker = Raw([])
+    processes = await Processes.started(serve, connect, tmp_path, worker)
+    one, other = processes.nodes
+    first = await one.send(asked())
+    await until(lambda: worker.requests)
+    await processes.leaves(0, first)
+    if is_gone:
+        await one.balancer.stop()
+        socket_path(tmp_path, 0).unlink(missing_ok=True)
+    else:
+        one.left.close()
+    worker.answers = [sse(TWO)]
+    second = await other.send(asked())
+    assert (await second.stream())[1] == TWO
+    assert len(worker.requests) == 2
+    assert processes.counted() == 1
+    assert other.left.elsewhere == {}
+    await until(processes.are_level)
+
+
+async def test_a_process_that_ends_cuts_what_it_answers_for_another(
+    serve: Serve, connect: Connect, tmp_path: Path
+) -> None:
+    worker = Raw([*OPEN, *chunked(ONE, end=b"")])
+    processes = await Processes.started(serve, connect, tmp_path, worker)
+    one, other = processes.nodes
+    first = await one.send(asked())
+    await head_of(first)
+    await processes.leaves(0, first)
+    second = await other.send(asked())
+    await head_of(second)
+    assert await event_of(second) == ONE
+    for connection in tuple(one.balancer._connections):
+        connection.abort()
+    assert (await event_of(second)).startswith(b"event: error\n")
+    await until(other.is_level)
+
+
+def test_what_waits_elsewhere_is_bounded_and_forgotten() -> None:
+    clock = Clock()
+    left = Resends(str, 5.0, clock)
+    left.folder = Path()
+    for number in range(MOST_LEFT_ELSEWHERE + 1):
+        left.left_elsewhere(b"%d" % number, 1)
+    assert len(left.elsewhere) == MOST_LEFT_ELSEWHERE
+    assert left.holder(b"0") is None
+    assert left.holder(b"1") is left.holder(b"2") is not None
+    assert left.holder(b"1") is None
+    clock.now_s = 4.0
+    left.left_elsewhere(b"new", 1)
+    clock.now_s = 5.0
+    left.sweep()
+    assert [*left.elsewhere] == [b"new"]

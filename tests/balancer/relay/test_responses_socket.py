@@ -37,7 +37,7 @@ from tests.balancer.conversations.test_conversation_store import (
     said,
     user,
 )
-from tests.balancer.wire import Raw, Wire, sse, until
+from tests.balancer.wire import Raw, Wire, process_groups, sse, until
 from tests.waiting import HANG_S
 
 CREATE = {"type": "response.create", "model": "m", "store": False}
@@ -254,6 +254,55 @@ def test_an_error_of_a_stream_has_a_status_and_its_fields_below_error(data: byte
     event = orjson.loads(message)
     assert event["status"] >= 500
     assert event["error"]["message"] == "m"
+
+
+# A message that is sent again on another connection.
+
+
+@pytest.mark.parametrize("processes", [1, 2])
+@pytest.mark.parametrize("has_ended", [False, True])
+async def test_a_copy_on_another_connection_takes_over_and_is_continued(
+    serve: Serve, tmp_path: Path, processes: int, has_ended: bool
+) -> None:
+    worker = Raw([])
+    config = {"resend_s": 5.0, "interval_s": 3600.0, "folder": tmp_path}
+    groups = process_groups(processes)
+    balancers = [await serve(worker, group=group, **config) for group in groups]
+    one, other = balancers[0], balancers[-1]
+    left = one.services.resends
+    response = {"id": "resp_1", "object": "response", "output": [said("Hi")], "status": "completed"}
+    whole = [
+        b"event: %b\ndata: %b\n\n" % (kind.encode(), orjson.dumps({"type": kind, **about}))
+        for kind, about in (
+            ("response.created", {"response": {**response, "status": "in_progress"}}),
+            ("response.output_text.delta", {"delta": "Hi"}),
+            ("response.completed", {"response": response}),
+        )
+    ]
+    async with ClientSession() as client:
+        async with client.ws_connect(address(one)) as first:
+            await first.send_json({**CREATE, "input": "One"})
+            await until(lambda: worker.requests)
+        await until(lambda: len(left) == 1)
+        await until(lambda: one is other or other.services.resends.elsewhere)
+        if has_ended:
+            worker.go_on(b"".join(sse(*whole)))
+            await until(lambda: not one.services.workers.all[0].in_flight)
+        async with client.ws_connect(address(other)) as second:
+            await second.send_json({**CREATE, "input": "One"})
+            await until(lambda: not len(left))
+            if not has_ended:
+                worker.go_on(b"".join(sse(*whole)))
+            assert [(await receive(second))["type"] for _ in KINDS] == KINDS
+            assert len(worker.requests) == 1
+            await second.send_json(
+                {**CREATE, "input": "Two", "previous_response_id": "resp_1", "stream_id": "lane"}
+            )
+            await until(lambda: len(worker.requests) == 2)
+            sent = orjson.loads(worker.requests[1].partition(b"\r\n\r\n")[2])
+            assert sent["input"] == [user("One"), said("Hi"), user("Two")]
+    left.close()
+    await until(lambda: one.account.used == other.account.used == 0)
 
 
 # Handshakes.
