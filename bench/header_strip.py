@@ -1,31 +1,27 @@
 """What does a session header at token 0 cost, and does the strip avoid that cost?
 
-Our node and a stock SGLang engine. Requests in Claude Code's shape go to `/v1/messages`. All have
-the same long prefix, and each has a short question of its own. Arms:
+Our node and a stock SGLang engine. Requests in Claude Code's shape go to `/v1/messages`. All of a
+length have the same long prefix, each has a short question of its own, and the header changes with
+each request, as Claude Code's does. Arms:
 
-    stable    ours, no header
-    varying   ours, a header line that changes with each request and is not stripped
-    stripped  ours, the same line under the name that the engine strips
+    ours                  our node, which strips the header
+    stock                 SGLang without the plugin
+    stock_without_header  the same, with prompts that have no header
 
-The varying arm's line has a name that the engine does not strip. A round is one varying
-request, which computes its whole prompt, then pairs of the other two arms in alternating
-order. The times are medians of TTFTs.
-
-`by_length` compares us with stock SGLang by the length of the prompt, in turns, with the header as
-Claude Code sends it, changing with each request. `stock_without_header` is stock SGLang with a
-prefix that it finds in its cache. `tokens_per_s_ratio` is our engine over stock while
-requests do nothing but decode; `decoding` also has our engine behind its balancer.
+A round is one request of each arm, in an order that rotates. `by_length` has the TTFTs by the
+length of the prompt. The run is not valid unless stock SGLang finds nothing cached with the header
+and the prefix without it. `tokens_per_s_ratio` is our engine over stock while requests do
+nothing but decode; `decoding` also has our engine behind its balancer.
 """
 
 from __future__ import annotations
 
 import asyncio
 import json
-import statistics
 import tempfile
 import time
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -43,7 +39,7 @@ from bench.lib.throughput import compared
 
 # What bench/header_strip sends: requests in Claude Code's shape, with its header or without.
 
-_NAMES = {"varying": "x-unstripped-billing-header", "stripped": "x-anthropic-billing-header"}
+_HEADER = "x-anthropic-billing-header"
 
 
 class Timed(NamedTuple):
@@ -53,10 +49,10 @@ class Timed(NamedTuple):
     cached_tokens: int
 
 
-def timed(node: Node, arm: str, document: str, question: str) -> Timed:
+def timed(node: Node, document: str, question: str, *, has_header: bool) -> Timed:
     """Streams one answer to its end."""
     started = time.perf_counter()
-    events = stream(node, arm, document, question)
+    events = stream(node, document, question, has_header=has_header)
     usage = next(events)
     ttft_ms = (time.perf_counter() - started) * 1000
     for _ in events:
@@ -64,16 +60,16 @@ def timed(node: Node, arm: str, document: str, question: str) -> Timed:
     return Timed(ttft_ms, usage_of(usage).cached_tokens)
 
 
-def request_body(arm: str, document: str, question: str, **more: Any) -> dict[str, Any]:
+def request_body(document: str, question: str, *, has_header: bool, **more: Any) -> dict[str, Any]:
     """A request in Claude Code's shape: a header block, an identity, a long block, tools."""
     mark = {"cache_control": {"type": "ephemeral"}}
     system: list[dict[str, Any]] = [
         {"type": "text", "text": "You are a coding agent, working in a terminal.", **mark},
         {"type": "text", "text": document, **mark},
     ]
-    if arm in _NAMES:
+    if has_header:
         version = f"2.1.{time.perf_counter_ns()}"
-        line = f"{_NAMES[arm]}: cc_version={version}; cc_entrypoint=sdk-cli;"
+        line = f"{_HEADER}: cc_version={version}; cc_entrypoint=sdk-cli;"
         system.insert(0, {"type": "text", "text": line})
     tools = [
         {
@@ -95,17 +91,19 @@ def request_body(arm: str, document: str, question: str, **more: Any) -> dict[st
     }
 
 
-def ask(node: Node, arm: str, document: str, question: str) -> dict[str, Any]:
+def ask(node: Node, document: str, question: str, *, has_header: bool) -> dict[str, Any]:
     """One answer, whole; returns its usage."""
-    answer = node.post("/v1/messages", request_body(arm, document, question))
+    answer = node.post("/v1/messages", request_body(document, question, has_header=has_header))
     answer.raise_for_status()
     usage: dict[str, Any] = answer.json()["usage"]
     return usage
 
 
-def stream(node: Node, arm: str, document: str, question: str) -> Iterator[dict[str, Any]]:
+def stream(
+    node: Node, document: str, question: str, *, has_header: bool
+) -> Iterator[dict[str, Any]]:
     """One answer, streamed: yields the usage at its first event, then an empty dict an event."""
-    body = request_body(arm, document, question, stream=True)
+    body = request_body(document, question, has_header=has_header, stream=True)
     with requests.post(f"{node.url}/v1/messages", json=body, stream=True, timeout=600) as answer:
         answer.raise_for_status()
         for line in answer.iter_lines():
@@ -137,7 +135,7 @@ def fitted_document(node: Node, prompt_tokens: int) -> str:
     text = "\n".join(path.read_text(errors="replace") for path in sources)[: prompt_tokens * 8]
 
     def tokens(document: str) -> int:
-        body = request_body("stable", document, "?")
+        body = request_body(document, "?", has_header=False)
         counted = node.post("/v1/messages/count_tokens", body)
         counted.raise_for_status()
         return int(counted.json()["input_tokens"])
@@ -146,36 +144,20 @@ def fitted_document(node: Node, prompt_tokens: int) -> str:
     return text[: int(len(text) * (prompt_tokens - others) / (tokens(text) - others))]
 
 
-_WARM_ARMS = ("stable", "stripped")
-
-
-@dataclass
-class Arm:
-    """What one arm saw: TTFTs in milliseconds and cached prompt tokens, one a round."""
-
-    ttft_ms: list[float] = field(default_factory=list)
-    cached_tokens: list[int] = field(default_factory=list)
-
-
 @dataclass(frozen=True)
 class Plan:
-    """How many rounds, pairs of warm requests in each, and tokens of a prompt.
-
-    lengths: of other prompts, in which stock SGLang is compared.
-    """
+    """How many rounds, and the tokens of prompts, the longest last."""
 
     rounds: int
-    pairs: int = 16
-    prompt_tokens: int = 52_000
     lengths: tuple[int, ...] = (4_000, 16_000, 32_000, 52_000)
     decode_rounds: int = 5
 
 
 PLANS: dict[Size, Plan] = {
     "full": Plan(15, decode_rounds=9),
-    "quick": Plan(3, 8, lengths=(4_000, 16_000, 52_000)),
-    "brief": Plan(3, 8, lengths=(4_000, 52_000), decode_rounds=3),
-    "smallest": Plan(1, 2, 2_000, (1_000, 2_000), 1),
+    "quick": Plan(3, (4_000, 16_000, 52_000)),
+    "brief": Plan(3, (4_000, 52_000), 3),
+    "smallest": Plan(1, (1_000, 2_000), 1),
 }
 
 
@@ -198,13 +180,10 @@ def main() -> None:
 
 def measure_all(nodes: Mapping[str, Node], plan: Plan) -> dict[str, Any]:
     """All figures, on running nodes."""
-    document = fitted_document(nodes["ours"], plan.prompt_tokens)
-    found = measure(nodes["ours"], plan, document)
-    return {
-        **found,
-        "by_length": measure_lengths(nodes, plan, document),
-        **asyncio.run(decode(nodes, plan)),
-    }
+    document = fitted_document(nodes["ours"], plan.lengths[-1])
+    by_length = measure_lengths(nodes, plan, document)
+    check_equal_token_ids(nodes["ours"], document)
+    return {"by_length": by_length, **asyncio.run(decode(nodes, plan))}
 
 
 async def decode(nodes: Mapping[str, Node], plan: Plan) -> dict[str, Any]:
@@ -221,21 +200,22 @@ async def decode(nodes: Mapping[str, Node], plan: Plan) -> dict[str, Any]:
 def measure_lengths(nodes: Mapping[str, Node], plan: Plan, document: str) -> dict[str, Any]:
     """TTFTs by the length of the prompt, as planned."""
     sent = {
-        "stock": (nodes["stock"], "stripped"),
-        "ours": (nodes["ours"], "stripped"),
-        "stock_without_header": (nodes["stock"], "stable"),
+        "stock": (nodes["stock"], True),
+        "ours": (nodes["ours"], True),
+        "stock_without_header": (nodes["stock"], False),
     }
     found: dict[str, Any] = {}
     for tokens in plan.lengths:
-        text = document[: len(document) * tokens // plan.prompt_tokens]
+        text = document[: len(document) * tokens // plan.lengths[-1]]
         for name in ("ours", "stock_without_header"):
-            node, arm = sent[name]
-            usage = usage_of(ask(node, arm, text, "warm-up"))
+            node, has_header = sent[name]
+            usage = usage_of(ask(node, text, "warm-up", has_header=has_header))
         ms: dict[str, list[float]] = {name: [] for name in sent}
         for number in range(plan.rounds):
             for name in rotated(list(sent), number):
-                node, arm = sent[name]
-                seen = timed(node, arm, text, f"Question {number}, {tokens} tokens?")
+                node, has_header = sent[name]
+                question = f"Question {number}, {tokens} tokens?"
+                seen = timed(node, text, question, has_header=has_header)
                 ms[name].append(seen.ttft_ms)
                 is_cold = seen.cached_tokens < 0.1 * tokens
                 wanted = "stock SGLang finds nothing cached after a header, and a prefix without"
@@ -246,41 +226,6 @@ def measure_lengths(nodes: Mapping[str, Node], plan: Plan, document: str) -> dic
             "stock_over_ours": ratio_spread(ms["stock"], ms["ours"], 2),
         }
     return found
-
-
-def measure(node: Node, plan: Plan, document: str) -> dict[str, Any]:
-    """Runs the arms of the strip on our node and returns their figures."""
-    arms = {name: Arm() for name in ("varying", *_WARM_ARMS)}
-    prompt_tokens = usage_of(ask(node, "stable", document, "warm-up")).prompt_tokens
-    is_fitted = abs(prompt_tokens - plan.prompt_tokens) <= 0.1 * plan.prompt_tokens
-    require(is_fitted, "a prompt has the tokens of the plan", prompt_tokens=prompt_tokens)
-    a_round = ("varying", *(*_WARM_ARMS, *_WARM_ARMS[::-1]) * (plan.pairs // 2))
-    for number, name in enumerate(a_round * plan.rounds):
-        seen = timed(node, name, document, f"Question {number}: what now?")
-        arms[name].ttft_ms.append(seen.ttft_ms)
-        arms[name].cached_tokens.append(seen.cached_tokens)
-    for name in _WARM_ARMS:
-        least = min(arms[name].cached_tokens)
-        require(least > 0.9 * prompt_tokens, "a warm arm finds its prefix cached", least=least)
-    most = max(arms["varying"].cached_tokens)
-    precondition(most < 0.1 * prompt_tokens, "the varying arm finds nothing cached", most=most)
-    check_equal_token_ids(node, document)
-    ms = {name: rounds_ms(arm, plan.rounds) for name, arm in arms.items()}
-    return {
-        "prompt_tokens": prompt_tokens,
-        "rounds": plan.rounds,
-        **{f"{name}_ms": spread(values, 1) for name, values in ms.items()},
-        "stripped_over_stable": ratio_spread(ms["stripped"], ms["stable"]),
-        "varying_over_stripped": ratio_spread(ms["varying"], ms["stripped"], 2),
-        "cached_tokens": {n: int(statistics.median(a.cached_tokens)) for n, a in arms.items()},
-        "equal_token_ids": True,
-    }
-
-
-def rounds_ms(arm: Arm, rounds: int) -> list[float]:
-    """The median TTFT of each round."""
-    size = len(arm.ttft_ms) // rounds
-    return [statistics.median(arm.ttft_ms[n * size : (n + 1) * size]) for n in range(rounds)]
 
 
 def check_equal_token_ids(node: Node, document: str) -> None:
@@ -301,11 +246,13 @@ def check_equal_token_ids(node: Node, document: str) -> None:
         ids: list[int] = answer.json()["choices"][0]["prompt_token_ids"]
         return ids
 
-    plain, headed = (request_body(arm, document, "?")["system"] for arm in ("stable", "stripped"))
+    plain, headed = (
+        request_body(document, "?", has_header=has_header)["system"] for has_header in (False, True)
+    )
     require(token_ids(plain) == token_ids(headed), "the strip leaves the token ids as they were")
     # And through /v1/messages: with the header, all whole pages before the last token are cached.
-    plain_tokens = usage_of(ask(node, "stable", document, "equal?")).prompt_tokens
-    usage = usage_of(ask(node, "stripped", document, "equal?"))
+    plain_tokens = usage_of(ask(node, document, "equal?", has_header=False)).prompt_tokens
+    usage = usage_of(ask(node, document, "equal?", has_header=True))
     page = page_size(node)
     require(
         usage == (plain_tokens, (plain_tokens - 1) // page * page),

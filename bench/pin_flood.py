@@ -18,16 +18,16 @@ Between two turns comes a flood: prompts that are sent once and are together lar
 cache. Few enough run at once to fit beside the pins: a pin holds against the cache pressure of
 other prefixes, never against a live request. In a round, each arm gets a flood alone and then a
 flood with one turn in it. One engine works at a time, the order of the arms rotates, and all
-arms get the same prompts. `by_turn` lists each turn's cached share and TTFT. The run is not valid
-unless a flood is larger than the cache, makes stock SGLang evict, and takes its prefix.
+arms get the same prompts. The run is not valid unless a flood is larger than the cache, makes stock
+SGLang evict, and takes its prefix.
 
 The throughput that pins cost is measured on one engine, because two engines differ by more than
 that: pairs of floods, one with the prefix pinned and one after its pins were deleted, in
 alternating order. `flood_throughput_ratio` is their ratio.
 
 `cached_share` is the share of the tokens up to a turn's last mark that the next turn finds
-cached. At the end the TTL runs out in an idle engine: `pinned_tokens_after_ttl`. One more flood
-and turn show which arms still have the prefix: `cached_share_after_ttl`. Last come probes: with
+cached. At the end the TTL runs out in an idle engine, and its pins end. One more flood and turn
+show which arms still have the prefix: `cached_share_after_ttl`. Last come probes: with
 the prefix pinned again, a request that needs nearly all memory is sent. It counts as having
 waited on a pin if its TTFT is over 1.5 times that of the same request at stock SGLang.
 
@@ -38,13 +38,14 @@ our engine over stock while requests do nothing but decode.
 from __future__ import annotations
 
 import asyncio
+import json
 import math
-import statistics
+import re
 import tempfile
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -55,10 +56,18 @@ from sgl_ext_cpu.node import Node
 from bench.lib.arms import rotated, running_arms
 from bench.lib.capacity import Capacity, measured
 from bench.lib.engines import Engines, chosen, engine_parser, pool_tokens
-from bench.lib.pin_arm import Arm
-from bench.lib.pin_figures import arm_figures, by_turn, comparison, left_by
-from bench.lib.pin_load import MESSAGES, Conversation, Texts, single
+from bench.lib.pin_load import (
+    MESSAGES,
+    Answer,
+    Conversation,
+    Flooded,
+    Texts,
+    ask,
+    flood,
+    single,
+)
 from bench.lib.script import Size, precondition, require, run
+from bench.lib.spread import percentiles_ms, ratio_spread
 from bench.lib.throughput import compared
 
 _TTL_OVER_FLOODS = 2.5
@@ -77,6 +86,176 @@ _FIELDS: dict[str, dict[str, Any]] = {
     "stock_session": {"session_id": "agent"},
 }
 _PROBE_POOLS = 0.93
+
+
+_LONGEST_WAIT = 1.5
+
+
+@dataclass
+class Part:
+    """One arm's share of a round: a flood alone, then a flood with a turn in it."""
+
+    alone: Flooded
+    shared: Flooded
+
+    @property
+    def tokens(self) -> int:
+        """Of both floods."""
+        return self.alone.tokens + self.shared.tokens
+
+
+@dataclass
+class Seen:
+    """What one arm measured.
+
+    turns: the conversation's, up to the last under the flood; `late` is the turn after its TTL.
+    price: the rate of a flood beside pins over that of one without, pair by pair.
+    probes: TTFTs in milliseconds.
+    """
+
+    turns: list[Answer] = field(default_factory=list)
+    late: Answer = field(default_factory=Answer)
+    parts: list[Part] = field(default_factory=list)
+    price: list[float] = field(default_factory=list)
+    probes: list[float] = field(default_factory=list)
+    aborted: int = 0
+
+
+def left_by(turns: Sequence[Answer]) -> list[int]:
+    """The tokens that each turn left to the next: those up to its last mark."""
+    left = [turn.marked_tokens for turn in turns]
+    is_marked = all(turn.marked_tokens >= 0.99 * turn.prompt_tokens for turn in turns)
+    require(is_marked, "the last mark is in the last message", turns=list(turns))
+    return left
+
+
+def cached_share(turns: Sequence[Answer], left: Sequence[int]) -> float:
+    """The same of all turns together."""
+    found = [min(turn.cached_tokens, had) for turn, had in zip(turns[1:], left, strict=False)]
+    return sum(found) / sum(left[: len(found)])
+
+
+def arm_figures(seen: Seen, left: Sequence[int]) -> dict[str, Any]:
+    """One arm's figures."""
+    return {
+        "cached_share": round(cached_share(seen.turns, left), 4),
+        "cached_share_after_ttl": round(cached_share([seen.turns[-1], seen.late], left[-1:]), 4),
+        **percentiles_ms("ttft", [turn.ttft_ms for turn in seen.turns[1:]]),
+    }
+
+
+def waited(probes: Sequence[float], without_pins: Sequence[float]) -> int:
+    """How many probes took over 1.5 times as long as their pairs without pins."""
+    pairs = zip(probes, without_pins, strict=True)
+    return sum(one > _LONGEST_WAIT * other for one, other in pairs)
+
+
+def comparison(seen: Mapping[str, Seen]) -> dict[str, Any]:
+    """What pins give and cost: ratios of paired values, `pinned` over the other."""
+
+    def later_ms(arm: Seen) -> list[float]:
+        return [turn.ttft_ms for turn in arm.turns[1:]]
+
+    pinned, stock = seen["pinned"], seen["stock"]
+    others = {name: arm for name, arm in seen.items() if arm is not pinned}
+    return {
+        "ttft_ratio": {
+            name: ratio_spread(later_ms(pinned), later_ms(arm)) for name, arm in others.items()
+        },
+        "flood_throughput_ratio": ratio_spread(pinned.price, [1.0] * len(pinned.price)),
+        "waited_on_pin": waited(pinned.probes, stock.probes),
+    }
+
+
+# A turn comes when about this share of the flood beside it has been answered.
+_LEAD = 0.25
+# A sleeping scheduler deletes pins when it wakes: both sides of a pair wait longer than that.
+_SETTLE_S = 1.5
+
+
+class Arm:
+    """A running engine, its conversation, and what it measured."""
+
+    def __init__(
+        self, node: Node, conversation: Conversation, http: aiohttp.ClientSession, connections: int
+    ) -> None:
+        self.node = node
+        self.seen = Seen()
+        self.turned_s: list[float] = []
+        self._conversation = conversation
+        self._http = http
+        self._connections = connections
+
+    async def turn(self) -> Answer:
+        """Sends the conversation's next turn."""
+        body = self._conversation.ask()
+        self.turned_s.append(time.monotonic())
+        return self._noted(await ask(self._http, self.node.url, self._conversation.path, body))
+
+    async def flood(self, prompts: list[str]) -> Flooded:
+        """Sends these prompts until all are answered."""
+        flooded = await flood(self._http, self.node.url, prompts, self._connections)
+        for answer in flooded.answers:
+            self._noted(answer)
+        return flooded
+
+    async def part(self, alone: list[str], shared: list[str]) -> None:
+        """The arm's share of a round."""
+        first = await self.flood(alone)
+        flooding = asyncio.create_task(self.flood(shared))
+        await asyncio.sleep(_LEAD * first.span_s * len(shared) / len(alone))
+        self.seen.turns.append(await self.turn())
+        second = await flooding
+        self.seen.parts.append(Part(first, second))
+
+    async def pair(self, with_pins: list[str], without: list[str], *, pins_first: bool) -> None:
+        """A flood beside the conversation's pins and a flood without pins, one after the other."""
+        ratio = 1.0
+        for is_pinned in (True, False) if pins_first else (False, True):
+            await self.turn()
+            if not is_pinned:
+                await self.unpin()
+            await asyncio.sleep(_SETTLE_S)
+            flooded = await self.flood(with_pins if is_pinned else without)
+            rate = flooded.tokens / flooded.span_s
+            ratio = ratio * rate if is_pinned else ratio / rate
+        self.seen.price.append(ratio)
+
+    async def unpin(self) -> None:
+        """Deletes every pin."""
+        url = f"{self.node.url}/v1/pins"
+        async with self._http.get(url) as answer:
+            prefixes = [pin["prefix"] for pin in (await answer.json())["pins"]]
+        for prefix in prefixes:
+            async with self._http.delete(url, params={"prefix": prefix}) as answer:
+                answer.raise_for_status()
+
+    async def probe(self, text: str) -> None:
+        """A turn, whose marks pin its whole prompt, and a request that needs nearly all memory."""
+        await self.turn()
+        body = single(text, answer_tokens=1)
+        answer = self._noted(await ask(self._http, self.node.url, MESSAGES, body))
+        self.seen.probes.append(answer.ttft_ms)
+
+    async def load(self) -> dict[str, int]:
+        """The first load that the engine's events report."""
+        url = f"{self.node.engines[0]}/sgl_ext/events"
+        async with self._http.get(url) as events:
+            async for line in events.content:
+                if load := json.loads(line).get("load"):
+                    return dict(load)
+        raise RuntimeError(f"{url} reports no load")
+
+    async def total(self, name: str) -> int:
+        """A counter of the engine's, summed over its labels."""
+        async with self._http.get(f"{self.node.engines[0]}/metrics") as answer:
+            page = await answer.text()
+        found = re.findall(rf"^{name}(?:\{{.*\}})? (\S+)$", page, re.MULTILINE)
+        return int(sum(map(float, found)))
+
+    def _noted(self, answer: Answer) -> Answer:
+        self.seen.aborted += not answer.is_whole
+        return answer
 
 
 @dataclass(frozen=True)
@@ -135,7 +314,7 @@ class Trial:
         plan, pinned, stock = self._plan, self._arms["pinned"], self._arms["stock"]
         for arm in self._in_turn(0):
             arm.seen.turns.append(await arm.turn())
-        held_before = [await arm.total(_EVICTED) for arm in self._arms.values()]
+        evicted = await stock.total(_EVICTED)
         for number in range(1, plan.turns):
             alone = self._flood(f"Round {number}", plan.alone_pools)
             shared = self._flood(f"Round {number}, shared", plan.shared_pools)
@@ -144,13 +323,10 @@ class Trial:
         every_s = [b - a for a, b in zip(pinned.turned_s, pinned.turned_s[1:], strict=False)]
         slowest_s = round(max(every_s), 1)
         precondition(slowest_s < self._ttl_s, "turns come within the TTL", slowest_s=slowest_s)
-        for arm, before in zip(self._arms.values(), held_before, strict=True):
-            arm.seen.retracted = await arm.total("sglang:num_retracted_requests_total")
-            arm.seen.evicted = await arm.total(_EVICTED) - before
-        precondition(stock.seen.evicted > 0, "the flood makes stock SGLang evict")
+        evicted = await stock.total(_EVICTED) - evicted
+        precondition(evicted > 0, "the flood makes stock SGLang evict")
         held = (await pinned.load())["pinned_tokens"]
         require(held > 0, "the flooded engine has pins")
-        ended = await pinned.counted("sgl_ext_pins_ended_total")
         decoding = await self._decode()
         await asyncio.sleep(max(0.0, pinned.turned_s[-1] + self._ttl_s + 2 - time.monotonic()))
         after = (await pinned.load())["pinned_tokens"]
@@ -158,15 +334,7 @@ class Trial:
         await self._after_ttl()
         await self._price()
         await self._probe()
-        return {
-            **decoding,
-            "ttl_s": self._ttl_s,
-            "turn_every_s": round(statistics.median(every_s), 1),
-            "pinned_tokens": held,
-            "pins_ended_under_flood": ended,
-            "pinned_tokens_after_ttl": after,
-            "pins_ended": await pinned.counted("sgl_ext_pins_ended_total"),
-        }
+        return {**decoding, "ttl_s": self._ttl_s, "pinned_tokens": held}
 
     async def _decode(self) -> dict[str, Any]:
         urls = {
@@ -232,23 +400,20 @@ async def measure(nodes: Mapping[str, Node], plan: Plan) -> dict[str, Any]:
     left = left_by(seen["pinned"].turns)
     figures = {name: arm_figures(each, left) for name, each in seen.items()}
     parts = seen["pinned"].parts
-    least = min(part.alone.tokens + part.shared.tokens for part in parts)
+    least = min(part.tokens for part in parts)
     precondition(least >= plan.pool_tokens, "each flood is larger than the cache", tokens=least)
     share = figures["stock"]["cached_share"]
     precondition(share < _EVICTED_SHARE, "a flood takes stock SGLang's prefix", cached_share=share)
     aborted = sum(each.aborted for each in seen.values())
     require(aborted == 0, "every request is answered whole", aborted=aborted)
-    flooded = [part.alone.tokens + part.shared.tokens for part in parts]
     return {
         "pool_tokens": plan.pool_tokens,
         "prefix_tokens": left[0],
         "turns": plan.turns,
         "capacity": capacity.document(),
-        "flood_requests": sum(len(part.alone.answers + part.shared.answers) for part in parts),
-        "flood_over_pool": round(sum(flooded) / plan.pool_tokens, 1),
+        "flood_over_pool": round(sum(part.tokens for part in parts) / plan.pool_tokens, 1),
         "pinned_cached_share": figures["pinned"]["cached_share"],
         **comparison(seen),
-        "by_turn": by_turn(seen, left),
         "aborted": aborted,
         **found,
         "arms": figures,

@@ -29,10 +29,7 @@ measured first. `outputs_identical`: each of our answers equals SGLang's, in one
 
 A batch request is starved if its first token comes later than both the bound of aging after it
 was sent, (10 - 0 + 1) * aging_s, and the end of all work that was sent by then: the last
-interactive answer, and the last first token of the batch. Rounds end long before that bound. So
-without `--quick` there is a siege too: more interactive requests than fit, without a pause and
-for longer than the bound, beside two batch requests. Only our engine has that bound; the result
-of SGLang's priorities is reported for comparison.
+interactive answer, and the last first token of the batch.
 """
 
 from __future__ import annotations
@@ -49,25 +46,21 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import aiohttp
 from sgl_ext_cpu.node import Node
 
 from bench.lib.arms import rotated, running_arms
 from bench.lib.capacity import Capacity, measured
 from bench.lib.engines import Engines, chosen, engine_parser
-from bench.lib.pin_load import Texts
 from bench.lib.priority_load import (
     BATCH,
     INTERACTIVE,
     Answer,
     Load,
-    Request,
     clients,
     fitted,
     play,
     queues_found,
     sent_beside_batch,
-    siege,
 )
 from bench.lib.script import NotValid, Size, precondition, require, run
 from bench.lib.spread import percentiles_ms, ratio_spread, spread
@@ -185,19 +178,6 @@ def comparison(
     }
 
 
-def siege_figures(answers: Sequence[Answer], aging_s: float) -> dict[str, Any]:
-    """How the batch fared while interactive requests alone were more than fit."""
-    batch = of(answers, BATCH)
-    ended = [one.ended_s - one.sent_s for one in batch if one.ended_s is not None]
-    return {
-        "interactive_requests": len(of(answers, INTERACTIVE)),
-        "longest_batch_wait_s": longest_wait_s(answers),
-        "longest_batch_s": round(max(ended), 2) if len(ended) == len(batch) else None,
-        "batch_preemptions": sum(one.preempted for one in batch),
-        "starved": starved(answers, aging_s),
-    }
-
-
 def _waits_ms(answers: Sequence[Answer]) -> list[float]:
     return [answer.wait_s * 1000 for answer in answers if answer.first_s is not None]
 
@@ -218,7 +198,6 @@ ARMS = {
 _SLOTS = 8
 _POOL_TOKENS = 8192
 _LIMITS = ("--max-running-requests", str(_SLOTS), "--max-total-tokens", str(_POOL_TOKENS))
-_BESIEGERS = 6 * _SLOTS  # enough that some always wait
 _MOST_BATCHES = 12  # so many times the least batch, on any engine
 _COUNTERS = (
     "sgl_ext_preempted_requests_total",
@@ -245,12 +224,11 @@ _SMALLEST_LOADS = {
 
 @dataclass(frozen=True)
 class Plan:
-    """How much of everything. siege_s: past the bound of aging; 0: none.
-    least_s: for how long the batch keeps the engine busy; 0: as long as its least size does.
+    """How much of everything. least_s: for how long the batch keeps the engine busy; 0: as long as
+    its least size does.
     """
 
     rounds: int = 9
-    siege_s: float = (INTERACTIVE - BATCH + 1) * _AGING_S + 20
     least_s: float = 4.0
     decode_rounds: int = 9
     loads: Mapping[str, Load] = field(default_factory=lambda: _LOADS)
@@ -258,9 +236,9 @@ class Plan:
 
 PLANS: dict[Size, Plan] = {
     "full": Plan(),
-    "quick": Plan(3, 0, decode_rounds=5),
-    "brief": Plan(1, 0, 1.5, 3, _BRIEF_LOADS),
-    "smallest": Plan(1, 0, 0, 1, _SMALLEST_LOADS),
+    "quick": Plan(3, decode_rounds=5),
+    "brief": Plan(1, 1.5, 3, _BRIEF_LOADS),
+    "smallest": Plan(1, 0, 1, _SMALLEST_LOADS),
 }
 
 
@@ -334,31 +312,8 @@ async def decode(nodes: Mapping[str, Node], capacity: Capacity, rounds: int) -> 
         return await compared(http, urls, fitted(nodes["fcfs"]), capacity, rounds)
 
 
-async def besiege(nodes: Mapping[str, Node], load: Load, span_s: float) -> dict[str, Any]:
-    """The batch's figures while interactive requests alone are more than fit."""
-    texts = fitted(nodes["fcfs"])
-    async with clients() as http:
-        return {
-            name: siege_figures(
-                await _besieged(http, nodes[name].engines[0], load, texts, span_s), _AGING_S
-            )
-            for name in ("ours", "stock_priority")
-        }
-
-
 def _counters(node: Node) -> dict[str, float]:
     return {name: node.metric(name) for name in _COUNTERS}
-
-
-async def _besieged(
-    http: aiohttp.ClientSession, url: str, load: Load, texts: Texts, span_s: float
-) -> list[Answer]:
-    batch = [Request(request.text, 32, at_s=1.0) for request in load.requests(texts, "Siege")[:2]]
-
-    def interactive(number: int) -> Request:
-        return load.interactive(texts, f"Siege, interactive {number}")
-
-    return await siege(http, url, batch, interactive, _BESIEGERS, span_s)
 
 
 def arms(engines: Engines, folder: Path) -> dict[str, Callable[[], AbstractContextManager[Node]]]:
@@ -383,7 +338,7 @@ def main() -> None:
 
 
 def measure_all(nodes: Mapping[str, Node], plan: Plan, *, are_exact: bool) -> dict[str, Any]:
-    """The figures of each load, and of the siege."""
+    """The figures of each load."""
     capacity = asyncio.run(calibrate(nodes))
     decoding = asyncio.run(decode(nodes, capacity, plan.decode_rounds))
     found: dict[str, Any] = {"capacity": capacity.document(), **decoding}
@@ -395,10 +350,7 @@ def measure_all(nodes: Mapping[str, Node], plan: Plan, *, are_exact: bool) -> di
         print(json.dumps({name: found[name]}), flush=True)
     not_valid = {name: found[name].get("not_valid") for name in plan.loads}
     precondition(not all(not_valid.values()), "a load is more than the engine holds", **not_valid)
-    if plan.siege_s:
-        found["siege"] = asyncio.run(besiege(nodes, plan.loads["slots"], plan.siege_s))
-    ours = [found["slots"], found["memory"], found.get("siege", {}).get("ours", {})]
-    return {**found, "starved": sum(one.get("starved", 0) for one in ours)}
+    return {**found, "starved": sum(found[name].get("starved", 0) for name in plan.loads)}
 
 
 if __name__ == "__main__":

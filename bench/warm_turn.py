@@ -11,11 +11,8 @@ byte out to the first byte in of an event with something of the answer; `bench/l
 splits it into stages. Host time is TTFT without the model's forward pass. A round is a turn of both
 arms; ratios are of the same round.
 
-Then both arms generate longer answers, one at a time and several at once, in alternation: ours may
-not generate over 2% fewer tokens per second than stock in every round.
-
-Then what SGLang does with all messages of a request, for each token and for each request, and chat
-templates with the structure of real models' render a chat of 400 messages, in both arms.
+Then both arms decode, in alternation: `tokens_per_s_ratio` is ours over stock. Then what SGLang
+does with all messages of a request, for each token and for each request, in both arms.
 
 Of engines that run already (`--running`), TTFTs of warm turns alone are measured: they write no
 spans, and on a GPU kernels run beside the host, so that its stages would say little.
@@ -23,126 +20,43 @@ spans, and on a GPU kernels run beside the host, so that its stages would say li
 
 from __future__ import annotations
 
+import asyncio
 import copy
-import statistics
 import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from functools import partial
 from importlib import import_module
-from inspect import unwrap
 from pathlib import Path
 from typing import Any
 
-import sgl_ext_cpu
 from sgl_ext_cpu import front_end
 from sgl_ext_cpu.node import Node
-from transformers.utils import chat_template_utils
 
 from bench.lib.arms import running_arms
+from bench.lib.capacity import measured
 from bench.lib.engines import Engines, chosen, engine_parser, model_of
 from bench.lib.pin_load import MESSAGES, Texts
-from bench.lib.priority_load import fitted
+from bench.lib.priority_load import clients, fitted
 from bench.lib.script import Size, require, run
 from bench.lib.spread import ratio_spread, spread
+from bench.lib.throughput import compared
 from bench.lib.warm.bodies import BODIES
 from bench.lib.warm.load import Answer, Conversation, ask
 from bench.lib.warm.stages import (
     FORWARD,
     OURS,
     SHARED,
-    TEMPLATE,
-    TOKENIZE,
     Stopwatch,
     medians,
     stages_ms,
 )
 from sgl_ext.engine.core.request_context import RequestContext, entered
-from sgl_ext.engine.host_cache.chat_templates import compile_template
 from sgl_ext.engine.host_cache.message_cache import Message, SharedMessage
 from sgl_ext.engine.http.cache_hooks import count_calls, find_tools
 from sgl_ext.engine.sglang_types import Original
-
-# How long chat templates of real models' structure take to render a long chat.
-#
-# SGLang renders the whole chat in each turn, in Jinja's sandbox. Ours does, too, with quicker code
-# (`sgl_ext/engine/host_cache/chat_templates.py`).
-
-_FOLDER = Path(sgl_ext_cpu.__file__).parent
-_MESSAGES = 400
-
-
-def template_sources() -> dict[str, str]:
-    """The templates by name: the CPU models' own, and those of other models' structure."""
-    files = [_FOLDER / "chat.jinja", *sorted((_FOLDER / "templates").glob("*.jinja"))]
-    return {file.stem: file.read_text() for file in files}
-
-
-def template_times(rounds: int) -> dict[str, dict[str, Any]]:
-    """For each template, milliseconds of CPU time by arm, and the ratio with its range."""
-    return {name: times_of(source, rounds) for name, source in template_sources().items()}
-
-
-def compiled(source: str, *, quick: bool) -> Any:
-    """A template, compiled as SGLang does it or with our look-ups."""
-    compile_whole = unwrap(chat_template_utils._cached_compile_jinja_template)
-    return compile_template(compile_whole, source) if quick else compile_whole(source)
-
-
-def chat(messages: int) -> Mapping[str, Any]:
-    """What a template is given for an agent's chat: calls with results, now and then an answer."""
-    turns: list[dict[str, Any]] = [
-        {"role": "system", "content": "You edit files. " * 100},
-        {"role": "user", "content": "Please tidy up this project."},
-    ]
-    for number in range(messages):
-        call = {"name": "Tool3", "arguments": {"path": f"src/module_{number}.py"}}
-        called = [{"id": f"call_{number}", "type": "function", "function": call}]
-        turns.append({"role": "assistant", "content": "The next file.", "tool_calls": called})
-        result = {
-            "role": "tool",
-            "tool_call_id": f"call_{number}",
-            "content": "def f(): pass\n" * 90,
-        }
-        turns.append(result)
-        if number % 10 == 9:
-            turns.append({"role": "assistant", "content": "Done."})
-            turns.append({"role": "user", "content": "Go on."})
-    schema = {"type": "object", "properties": {"path": {"type": "string"}}, "required": ["path"]}
-    functions = [
-        {"name": f"Tool{n}", "description": "Edits a file", "parameters": schema} for n in range(20)
-    ]
-    return {
-        "messages": turns[:messages],
-        "tools": [{"type": "function", "function": function} for function in functions],
-        "documents": None,
-        "add_generation_prompt": True,
-        "enable_thinking": False,
-    }
-
-
-def times_of(source: str, rounds: int) -> dict[str, Any]:
-    """Milliseconds of CPU time of both arms, in turn. Raises RuntimeError if they differ."""
-    asked = chat(_MESSAGES)
-    arms = {"stock": compiled(source, quick=False), "ours": compiled(source, quick=True)}
-    if len({template.render(asked) for template in arms.values()}) != 1:
-        raise RuntimeError("the two ways to render a template differ")
-    seen: dict[str, list[float]] = {arm: [] for arm in arms}
-    for _ in range(rounds):
-        for arm, template in arms.items():
-            begin = time.process_time()
-            template.render(asked)
-            seen[arm].append((time.process_time() - begin) * 1e3)
-    ratios = [stock / ours for stock, ours in zip(seen["stock"], seen["ours"], strict=True)]
-    return {
-        **{f"{arm}_ms": round(statistics.median(times), 2) for arm, times in seen.items()},
-        "ratio": round(statistics.median(ratios), 2),
-        "ratio_range": [round(min(ratios), 2), round(max(ratios), 2)],
-    }
-
 
 # What SGLang's front end does with all messages of a request, by their number.
 #
@@ -229,86 +143,7 @@ def _request(messages: int) -> Any:
     return protocol.ChatCompletionRequest(model="bench", messages=turns, tools=tools)
 
 
-# How many tokens per second both arms generate, one stream at a time and several at once.
-#
-# The prompt is cached, so that decoding is most of what is measured.
-
-LEAST_OF_STOCK = 0.98
-"""Ours generates at least so many of stock's tokens per second."""
-_FEWEST_ROUNDS = 3
-_PROMPT_TOKENS = 4_000
-_STREAMS = 4
-
-
-@dataclass(frozen=True, slots=True)
-class Rate:
-    """So many rounds of answers of so many tokens. An answer takes a second or more, so that what
-    follows the first token once does not count for much."""
-
-    rounds: int = 7
-    answer_tokens: int = 256
-
-
-@dataclass(frozen=True, slots=True)
-class Generated:
-    """Tokens per second of one arm in one round: of the median stream when several run, of a stream
-    alone, and of all streams together."""
-
-    stream: float
-    alone: float
-    total: float
-
-
-def measure_rate(nodes: Mapping[str, Node], texts: Texts, rate: Rate) -> dict[str, list[Generated]]:
-    """What each node generates in each round, in alternation."""
-    chat = Conversation("rate", texts)
-    chat.grow_to(min(_PROMPT_TOKENS, 40 * rate.answer_tokens))
-    body = chat.body(MESSAGES, rate.answer_tokens)
-    for node in nodes.values():
-        ask(node, MESSAGES, body)
-    seen: dict[str, list[Generated]] = {name: [] for name in nodes}
-    for number in range(rate.rounds):
-        for name in list(nodes)[:: 1 if number % 2 else -1]:
-            seen[name].append(_generate(nodes[name], body))
-    return seen
-
-
-def _generate(node: Node, body: bytes) -> Generated:
-    alone = ask(node, MESSAGES, body)
-    begun_s = time.monotonic()
-    with ThreadPoolExecutor(_STREAMS) as pool:
-        answers = list(pool.map(lambda _: ask(node, MESSAGES, body), range(_STREAMS)))
-    took_s = time.monotonic() - begun_s
-    return Generated(
-        statistics.median(answer.tokens_per_s for answer in answers),
-        alone.tokens_per_s,
-        sum(answer.answer_tokens for answer in answers) / took_s,
-    )
-
-
-def rate_figures(seen: Mapping[str, Sequence[Generated]]) -> dict[str, Any]:
-    """Both arms, and ours over stock. Raises InvariantBroken if ours is slower in every round of
-    three or more: fewer say too little."""
-    result: dict[str, Any] = {"streams": _STREAMS}
-    for figure in ("stream", "alone", "total"):
-        values = {arm: [getattr(one, figure) for one in rounds] for arm, rounds in seen.items()}
-        ratio = ratio_spread(values["ours"], values["stock"])
-        require(
-            ratio["max"] >= LEAST_OF_STOCK or ratio["rounds"] < _FEWEST_ROUNDS,
-            "ours generates as many tokens per second as stock in one round at least",
-            figure=figure,
-            most=ratio["max"],
-        )
-        result[figure] = {
-            **{arm: spread(each, 1) for arm, each in values.items()},
-            "ours_of_stock": ratio,
-            "holds": ratio["median"] >= LEAST_OF_STOCK,
-        }
-    return result
-
-
 _FIRST_TURNS = 2
-_RATE = Rate()
 # With overlap, SGLang launches the next step before it has the result of the last one. On a CPU
 # the first token of a turn would wait for that second step.
 _FLAGS = ("--disable-overlap-schedule",)
@@ -318,22 +153,20 @@ _NAME = ("--served-model-name", "bench")
 
 @dataclass(frozen=True)
 class Plan:
-    """Turns of each size and protocol, cold turns, the sizes in tokens, and how answers are
-    generated. template_rounds: None: as turns."""
+    """Turns of each size and protocol, cold turns, and the sizes in tokens."""
 
     turns: int
     colds: int
     sizes: tuple[int, ...] = (4_000, 16_000, 52_000, 128_000)
     cold_tokens: int = 16_000
-    template_rounds: int | None = None
-    rate: Rate = _RATE
+    decode_rounds: int = 7
 
 
 PLANS: dict[Size, Plan] = {
     "full": Plan(25, 7),
     "quick": Plan(9, 3),
     "brief": Plan(7, 2, (52_000, 126_000)),
-    "smallest": Plan(2, 1, (2_000,), 1_000, rate=Rate(1, 8)),
+    "smallest": Plan(2, 1, (2_000,), 1_000, 1),
 }
 
 
@@ -392,16 +225,18 @@ def compare(engines: Engines, plan: Plan) -> dict[str, Any]:
         seen = measure(nodes, texts, plan.sizes, plan.turns)
         cold = measure_cold(nodes, texts, plan)
         check(seen, cold)
-        rates = measure_rate(nodes, texts, plan.rate)
-        result = figures(watches, seen, cold)
-    rounds = plan.template_rounds or plan.turns
-    return {
-        **result,
-        "tokens_per_s": rate_figures(rates),
-        "per_token_ms": per_token_ms(rounds),
-        "copies_ms": copies_ms(rounds),
-        "templates_of_400_messages": template_times(rounds),
-    }
+        decoding = asyncio.run(decode(nodes, texts, plan.decode_rounds))
+        found = figures(watches, seen, cold)
+    rounds = {"per_token_ms": per_token_ms(plan.turns), "copies_ms": copies_ms(plan.turns)}
+    return {**found, **decoding, **rounds}
+
+
+async def decode(nodes: Mapping[str, Node], texts: Texts, rounds: int) -> dict[str, Any]:
+    """Tokens per second of ours and stock."""
+    urls = {name: node.engines[0] for name, node in nodes.items()}
+    async with clients() as http:
+        capacity = await measured(http, urls["stock"], texts)
+        return await compared(http, urls, texts, capacity, rounds)
 
 
 def check(seen: Turns, cold: Mapping[str, Sequence[Answer]]) -> None:
@@ -473,8 +308,6 @@ def figures(
                     **ratios(arms, turns),
                     **{name: arm_figures(arms[name], turns[name]) for name in watches},
                 }
-        if slope := _slope_ratio(path, split):
-            found["slope_ratio"] = slope
         result[path] = found
     return result
 
@@ -489,24 +322,11 @@ def ratios(
 
     return {
         "host_ratio": of_turns(host_ms),
-        "text_ratio": of_turns(lambda turn: turn.get(TOKENIZE, 0.0) + turn.get(TEMPLATE, 0.0)),
         "ttft_ratio": ratio_spread(
             [answer.ttft_ms for answer in arms["stock"]],
             [answer.ttft_ms for answer in arms["ours"]],
         ),
     }
-
-
-def _slope_ratio(path: str, split: Split) -> float | None:
-    """How host time rises from 16K to 128K tokens, ours over stock; None without these sizes."""
-    if not split.keys() >= {(path, 16_000), (path, 128_000)}:
-        return None
-
-    def host(arm: str, size: int) -> float:
-        return statistics.median(host_ms(turn) for turn in split[path, size][arm])
-
-    ours, stock = (host(arm, 128_000) - host(arm, 16_000) for arm in ("ours", "stock"))
-    return round(ours / stock, 3)
 
 
 def arm_figures(answers: Sequence[Answer], turns: Sequence[Mapping[str, float]]) -> dict[str, Any]:

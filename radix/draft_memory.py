@@ -13,7 +13,7 @@ decoding (`bench.decode` measures it). So a prompt costs 4 bytes a token, and a 
 begins. Its first token waits for nothing.
 
 Earlier requests leave their last tokens under a key. Only requests of the same key find them: the
-key decides who drafts from whom.
+key decides which requests draft from each other.
 """
 
 from collections import OrderedDict
@@ -76,12 +76,12 @@ class TokenLog:
 
     @property
     def tokens(self) -> Tokens:
-        """A view of the tokens that are kept; `extend` may change it."""
+        """A view of the stored tokens; `extend` may change it."""
         return self._array[: self._kept]
 
     @property
     def bytes(self) -> int:
-        """Memory of the tokens, at most 5 bytes for each that is kept, once they are many."""
+        """Memory of the tokens: at most 5 bytes for each stored one, once they are many."""
         return self._array.nbytes
 
     def extend(self, tokens: Sequence[int]) -> None:
@@ -218,7 +218,7 @@ def _bytes(requests: list[tuple[int, Tokens]], joined: Tokens) -> int:
 
 
 def _continues(begin: int, tokens: Tokens, other_begin: int, other: Tokens) -> bool:
-    """Whether tokens that begin at a position contain the others, as far as both are kept."""
+    """Whether tokens that begin at a position contain the others, as far as both are stored."""
     shared_end = other_begin + len(other)
     if not other_begin <= begin < shared_end <= begin + len(tokens):
         return False

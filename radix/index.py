@@ -37,8 +37,8 @@ columns that lookups need are in a table that never grows (`index_memory`), so n
 a larger one is filled. What workers hold is a number: one worker, or one of the sets that exist.
 
 `Rows` stores the tree and the order, to which no worker matters. A row is a number in each of the
-columns. A segment is found by the lowest 64 bits of its hash; the highest are kept for those who
-want it whole.
+columns. A segment is found by the lowest 64 bits of its hash; the highest are stored, too, for
+callers that need the whole hash.
 """
 
 from array import array

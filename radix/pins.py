@@ -31,8 +31,9 @@ longer than their reads justify, and never one in use.
 
 Why not the whole lease: most agents come back within seconds, and the longer one is away, the less
 likely it is back in the next seconds. On recorded sessions (`bench.recorded`) with more agents than
-memory, where all prompts are marked, pins that were valuable for their whole lease kept what nobody
-read in place of what agents came back to: a fifth more tokens were computed again.
+memory, where all prompts are marked, pins that were valuable for their whole lease held prompts
+that no agent read in place of those that agents came back to: a fifth more tokens were computed
+again.
 
 A new pin displaces others within the limits that pins and their owners have. One owner can use a
 share of the budget, and of the number of pins. Beyond that share its pins displace only each other.

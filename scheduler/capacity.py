@@ -190,5 +190,5 @@ def exceeds_part(
 
 
 def is_at_hand(prompt_tokens: int, held_tokens: int) -> bool:
-    """Whether a prompt, of which so much is in memory, is computed with little work."""
+    """Whether a prompt with so many cached tokens is computed with little work."""
     return held_tokens >= CACHED_SHARE * prompt_tokens

@@ -73,7 +73,7 @@ class Waiting(NamedTuple):
     priority: higher is more important.
     cost_tokens: its expected work: the uncached tokens of its prompt, of those that are loaded a
         share, and its output.
-    due_s: when its answer is due; inf if nobody says.
+    due_s: when its answer is due; inf if no client says.
     """
 
     priority: int
@@ -84,7 +84,7 @@ class Waiting(NamedTuple):
 
 
 def due_at(arrived_s: float, due_s: float | None) -> float:
-    """When an answer is due. due_s: how long after the arrival, None if nobody says."""
+    """When an answer is due. due_s: how long after the arrival, None if no client says."""
     return inf if due_s is None else arrived_s + due_s
 
 

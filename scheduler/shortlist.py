@@ -18,8 +18,8 @@ The choice among the picked workers is the choice among all, but for three diffe
     cost leaves this out. So the chosen worker costs up to DELAY * uncached tokens more than the
     cheapest of its group.
   - Of more than MOST_GROUPS groups, those that hold least count as workers that hold nothing.
-  - A standing cost that has changed since the worker was put counts as it was, to choose who is
-    looked at. What they cost is computed when they are looked at.
+  - A standing cost that has changed since the worker was put counts as it was, to choose the
+    workers to look at. Their cost is computed then.
 
 Workers that count as slower or faster are groups of their own, because they do so the more, the
 longer a request is: those that warm up, and those of the same weights (`scheduler.speeds`).

@@ -177,7 +177,7 @@ class Suspects:
                 self._blame(request, worker, sent_s, stopped_s, now_s)
 
     def lives(self, worker: str, since_s: float) -> None:
-        """An engine was found ready, by a question that was asked at `since_s`."""
+        """An engine was found ready by a probe that began at `since_s`."""
         if self._ended_s.get(worker, since_s) >= since_s:
             return
         del self._ended_s[worker]

@@ -12,7 +12,7 @@ _CPU_RUN = (
     "itself works, and nothing about a GPU. Its loads are the smallest ones, so that its times "
     "mean little.**"
 )
-_DETAILS = ("bench", "by_turn", "stages_ms", "templates_of_400_messages", "counters")
+_DETAILS = ("bench", "stages_ms", "counters")
 _QUESTIONS = {
     "header_strip": "A changing header at token 0: TTFT with it, and with the strip",
     "warm_turn": "A turn whose prefix is cached, stock and ours",

@@ -26,7 +26,7 @@ import os
 import statistics
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from random import Random
 from typing import Any, Protocol
@@ -124,21 +124,16 @@ class Ours:
             if match.workers >> worker & 1
         }
 
-    def touch(self, query: list[int]) -> None:
-        self.index.touch(query, len(query))
-
-    def decisions_us(
-        self, chains: list[list[int]], clock_ns: Callable[[], int] = time.perf_counter_ns
-    ) -> list[float]:
+    def decisions_us(self, chains: list[list[int]]) -> list[float]:
         """Each request ends before the next one, so that none waits or follows another."""
         from bench.lib.fleet import routing_of
 
         times = []
         for chain in chains:
             routing = routing_of(chain, HEAD_SEGMENTS, SEGMENT_TOKENS)
-            start = clock_ns()
+            start = time.perf_counter_ns()
             attempt = self.router.place(routing, set())
-            times.append((clock_ns() - start) / 1000)
+            times.append((time.perf_counter_ns() - start) / 1000)
             assert attempt is not None, "some worker has capacity"
             self.router.attempts.fail(attempt, by_worker=False)
         return times
@@ -230,26 +225,6 @@ def fill(side: Side, segments: int, workers: int) -> float:
     return seconds
 
 
-def decision_times(segments: int, workers: int) -> dict[str, float]:
-    """The processor's time for decisions of our router with so much in its index, of sessions that
-    are known and of those that begin, one after the other."""
-    side = Ours(workers, segments)
-    fill(side, segments, workers)
-    side.decisions_us(prompts(segments, 0, LOOKUPS))  # warms up
-    figures: dict[str, float] = {"segments": len(side.index), "workers": workers}
-    for name, chains in kinds_of(prompts(segments, 1, 4 * LOOKUPS)).items():
-        times = side.decisions_us(chains, time.thread_time_ns)
-        figures |= {f"{name}_us": statistics.median(times), f"{name}_p99_us": _p99(times)}
-    return {name: round(value, 1) for name, value in figures.items()}
-
-
-def kinds_of(chains: list[list[int]]) -> dict[str, list[list[int]]]:
-    """Prompts by whether their session is known."""
-    begins = [chain for chain in chains if len(chain) == HEAD_SEGMENTS + 2]
-    known = [chain for chain in chains if len(chain) != HEAD_SEGMENTS + 2]
-    return {"known": known, "new": begins, "all": chains}
-
-
 def main() -> None:
     name, segments, workers = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
     os.environ.setdefault("DYN_LOG", "error")
@@ -275,8 +250,6 @@ def main() -> None:
             "lookup_p99_us": _p99(times),
             "empty_us": statistics.median(_times_us(side.look_up, [[] for _ in queries])),
         }
-        if isinstance(side, Ours):
-            figures["touch_us"] = statistics.median(_times_us(side.touch, queries))
         times = side.decisions_us(chains)
         figures["decision_us"] = statistics.median(times)
         figures["decision_p99_us"] = _p99(times)

@@ -12,7 +12,7 @@ import json
 import random
 import re
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -189,25 +189,3 @@ async def play(http: aiohttp.ClientSession, url: str, requests: Sequence[Request
     """Sends each request in its time, whatever has become of the others, until all are over."""
     started = time.perf_counter()
     return await asyncio.gather(*(ask(http, url, request, started) for request in requests))
-
-
-async def siege(
-    http: aiohttp.ClientSession,
-    url: str,
-    batch: Sequence[Request],
-    interactive: Callable[[int], Request],
-    clients: int,
-    span_s: float,
-) -> list[Answer]:
-    """For so long each of these clients has an interactive request under way, beside the batch."""
-    started, answers, sent = time.perf_counter(), list[Answer](), 0
-
-    async def client() -> None:
-        nonlocal sent
-        while time.perf_counter() < started + span_s:
-            sent += 1
-            answers.append(await ask(http, url, interactive(sent), started))
-
-    waiting = asyncio.gather(*(ask(http, url, request, started) for request in batch))
-    await asyncio.gather(*(client() for _ in range(clients)))
-    return [*answers, *await waiting]

@@ -48,8 +48,8 @@ SECTIONS = (
     Section(
         "header_strip",
         "A header that changes, at token 0",
-        "The same prompt without Claude Code's billing line, with the line under a name that "
-        "nothing removes, and with the line that the engine removes.",
+        "Prompts have Claude Code's billing line, which changes with each request. Our engine "
+        "removes it. SGLang is measured without it, too.",
         engine_tables.header_strip,
         "how/strip.md",
     ),

@@ -38,9 +38,7 @@ def warm_turn(found: Figures) -> Iterator[Table]:
         found,
         {
             "cold turn: sgl-ext / SGLang": ("cold_ratio",),
-            "tokens per second of all streams, sgl-ext / SGLang": (
-                *("tokens_per_s", "total", "ours_of_stock"),
-            ),
+            **_DECODING,
         },
     )
     yield from _stages(_turns(found).get(_USUAL, {}))
@@ -74,15 +72,6 @@ def _ms(value: Any) -> float:
 
 
 def header_strip(found: Figures) -> Iterator[Table]:
-    yield named_table(
-        found,
-        {
-            "TTFT without the header, ms": ("stable_ms",),
-            "not removed / removed": ("varying_over_stripped",),
-            "removed / no header": ("stripped_over_stable",),
-            **_DECODING,
-        },
-    )
     columns = {
         "tokens, with the header": "prompt_tokens",
         "SGLang: TTFT, ms": "stock_ms",
@@ -92,6 +81,7 @@ def header_strip(found: Figures) -> Iterator[Table]:
     }
     lengths = (look(found, "by_length") or {}).values()
     yield Table(tuple(columns), [[look(one, key) for key in columns.values()] for one in lengths])
+    yield named_table(found, _DECODING)
 
 
 def fanout(found: Figures) -> Iterator[Table]:

@@ -137,7 +137,7 @@ class Parts:
         self._readiness = Readiness(
             self._workers, self._subscribers, prefixes, config.warm_timeout_s
         )
-        # The doctor remembers prompts only where it is told to.
+        # The doctor remembers prompts only where `--diagnose` says so.
         make_detector = DivergenceDetector if config.diagnose else QuickDetector
         detector = make_detector(strip, metrics, sort_tools=config.sort_tools)
         number = 0 if group is None else group.number

@@ -10,7 +10,7 @@ prompt. A link is read only if it ends at such a file. The same files give the s
 machine: nothing depends on the folder's name, a date, or the order of a directory. The blocks of a
 captured request are what its cache marks cover, else its tools and instructions.
 
-Of the last build a small file is kept for each source, so that the next one names the block that
+The last build leaves a small file for each source, so that the next build names the block that
 changed. It has hashes of blocks and of their lines and no text: $XDG_STATE_HOME/sgl-ext/contexts,
 or ~/.local/state/sgl-ext/contexts.
 """

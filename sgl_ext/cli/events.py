@@ -25,7 +25,7 @@ def events(
 ) -> None:
     """Show what happened on a node: starts, crashes with their cause, drains, reloads, limits.
 
-    The last 200 events are kept, the oldest first. They outlive the balancer.
+    The balancer keeps the last 200 events, also over a restart. The oldest comes first.
     """
     node = node_at(url, key)
     shown = _events_of(node.get(STATE), node.url)

@@ -59,7 +59,7 @@ class Exit(Struct):
 
 class Engine(Struct):
     """progress: how far it has loaded, 0 to 1. fault: why it gets no requests. note: what of it
-    works less well than usual. crashes: how often it ended although nobody stopped it."""
+    works less well than usual. crashes: how often it ended without being stopped."""
 
     id: str
     url: str | None = None
@@ -241,7 +241,7 @@ def failures(found: State) -> list[str]:
 
 
 def exits(found: State) -> list[str]:
-    """For each engine that ended although nobody stopped it: when it did so at last, and why."""
+    """For each engine that ended without being stopped: when it did so last, and why."""
     lines = []
     for engine in found.engines:
         if (last := engine.last_exit) is None:

@@ -265,7 +265,7 @@ _DSML = "\uff5cDSML\uff5c"
 class Block(NamedTuple):
     """The markers of a block. end: None if it ends with the JSON value that follows.
 
-    inner: the markers of a value, inside of which no end counts.
+    inner: the markers of a value; an end inside a value does not count.
     is_json: its calls are JSON objects with a `name` and `arguments` or `parameters`.
     separates: its end stands before it, too, and belongs to the format.
     """

@@ -167,8 +167,8 @@ def plain(message: str) -> str:
 
 
 def of_item(message: str, items: Any) -> Wrong | None:
-    """What is wrong with an item of /v1/responses, of which SGLang made a message; None if the
-    message says something else."""
+    """What is wrong with an item of /v1/responses that SGLang made into a message; None if the
+    error says something else."""
     head, _, what = message.partition(": ")
     if not re.fullmatch(r"messages(\.\w+)*", head):
         return None

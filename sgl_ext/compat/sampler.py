@@ -56,7 +56,7 @@ def refuse_empty_grammars(
     inner: Callable[..., Any], backend: GrammarBackend, *args: Any, **kw: Any
 ) -> Any:
     """Around `BaseGrammarBackend._init_value_dispatch`: a grammar in which nothing can be written
-    counts as one that cannot be compiled, so that its client is told the field.
+    counts as one that cannot be compiled, so that the error names the field.
 
     This runs in the thread that compiles. What cannot be written further on is not looked for.
     """

@@ -51,7 +51,7 @@ class Search(NamedTuple):
     def run(
         self, lines: Iterable[bytes], deadline_s: float, clock: Callable[[], float]
     ) -> dict[str, Any]:
-        """The requests that it finds in lines, of which the latest is the first.
+        """The requests that it finds in these lines. The first line is the latest.
 
         Each row has what tables show and its sentence. `groups` counts, of all that it finds, those
         that ended in an error, by tenant, status and error. `searched.complete`: all lines since

@@ -39,7 +39,7 @@ MAX_RATIO = 100
 FREE_INFLATED_BYTES = _MIB
 """A body may inflate to this, and to MAX_RATIO times its compressed size above it."""
 INFLATED_STEP_BYTES = 64 * _KIB
-"""A body inflates by this much at most before the byte budget is asked for room."""
+"""A body inflates by this much at most before it takes more of the byte budget."""
 MAX_HANDSHAKE_BYTES = 16 * _KIB
 """From a client, until its TLS handshake is complete."""
 MAX_HANDSHAKES = 1024

@@ -92,7 +92,7 @@ _KEPT_BYTES = 16 * 1024 * 1024
 def return_freed_memory() -> None:
     """Lets the process give the memory of large buffers back to the system when they are freed.
 
-    With glibc's defaults, each large buffer raises the limits under which freed memory is kept:
+    With glibc's defaults, each large buffer raises the limits below which freed memory stays here:
     up to 64 MB. Does nothing where the C library has no such settings.
     """
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)

@@ -116,7 +116,7 @@ _NOISE = re.compile(r"nanobind: |\s*- (leaked |\.\.\. skipped remainder)|See htt
 
 
 class Exit(NamedTuple):
-    """How a process ended that nobody stopped. time_s: by the wall clock."""
+    """How a process ended without being stopped. time_s: by the wall clock."""
 
     time_s: float
     cause: str
@@ -129,7 +129,7 @@ class Child:
     A terminal's Ctrl-C does not reach it: the launcher decides when it ends.
 
     start_log: what its log says since its latest start.
-    crashes: how often it ended although nobody stopped it. last_exit: how it did so at last.
+    crashes: how often it ended without being stopped. last_exit: the last of these ends.
     """
 
     def __init__(
@@ -165,7 +165,7 @@ class Child:
         return max(self._starts - 1, 0)
 
     def crashed(self, cause: str, now_s: float) -> None:
-        """It ended although nobody stopped it."""
+        """It ended without being stopped."""
         self.crashes += 1
         self.last_exit = Exit(now_s, cause)
 

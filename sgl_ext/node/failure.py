@@ -116,7 +116,7 @@ def failure(lines: Sequence[str], exit_code: int | None = None) -> list[str]:
 
 
 class _Exception(NamedTuple):
-    """What a traceback ends with. at: the line behind it. is_fatal: its process says so."""
+    """What a traceback ends with. at: the line after it. is_fatal: its process says so."""
 
     said: list[str]
     at: int

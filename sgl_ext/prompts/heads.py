@@ -7,10 +7,10 @@
       that of the client's version before ...................... a new version moves a byte
     its messages are not those of the last prompt and more ...... they were rewritten or cut
 
-The head is the tools and the instructions. Its sketch has the hash of each piece of PIECE_BYTES, of
-which each line begins one: so the place of a difference is right to a piece, and pieces that follow
-an inserted line are still found. Hashes are those of this process (`hash`), which nobody else can
-compute. What kind of text changes is guessed from the later prompt alone.
+The head is the tools and the instructions. Its sketch has the hash of each piece of PIECE_BYTES,
+and each line begins a piece: so the place of a difference is right to a piece, and pieces that
+follow an inserted line are still found. Hashes are those of this process (`hash`), which no other
+can compute. What kind of text changes is guessed from the later prompt alone.
 
 Most requests cost two look-ups. The others take a bounded part of the time: `diagnosis.py`.
 """

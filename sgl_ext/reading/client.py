@@ -140,7 +140,7 @@ def hints_of(fields: Mapping[bytes, bytes]) -> dict[str, str]:
 #     soft_priority              x-dynamo-request-priority
 #     pin, interval_ms           a lease on the whole prompt, for the interval if one is stated
 #
-# Its other fields are read by nobody: the balancer counts calls and measures gaps itself.
+# Its other fields are ignored: the balancer counts calls and measures gaps itself.
 
 _ENDED = ("completed", "done", "ended", "final", "finished", "terminated")
 _MOST_HINT_BYTES = 4096
@@ -444,7 +444,7 @@ def _take(found: dict[str, str], field: str, value: str, name: str, ignored: lis
 
 
 def gives_cache_back(facts: ClientFacts, headers: Mapping[str, str]) -> bool:
-    """Whether nobody reads a request's prompt any more soon after its agent ends: it is from a
+    """Whether a request's prompt is not read again after its agent ends: it is from a
     sub-agent, with the beta that lets its cache go. `headers` has lower-case names."""
     return facts.is_subagent and _EVICT in headers.get(_BETAS.decode(), "")
 

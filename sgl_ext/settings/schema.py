@@ -375,7 +375,7 @@ class BalancerSettings(RequestSettings, frozen=True, kw_only=True):
         LogBytes, RELOADS, "Largest size of the request log and its predecessor, FILE.1, together."
     ] = 256 * MIB
     request_log_age_s: Annotated[
-        PositiveSeconds, RELOADS, "Longest time for which a line of the request log is kept."
+        PositiveSeconds, RELOADS, "Longest time that a line of the request log stays."
     ] = 604_800.0
     hash_sessions: Annotated[
         bool,

@@ -38,7 +38,7 @@ RANK_HEADER = "x-sgl-ext-rank"
 BOOTSTRAP_HEADER = "x-sgl-ext-bootstrap"
 # The operator's default hints for the request, as JSON.
 DEFAULTS_HEADER = "x-sgl-ext-default-hints"
-# What a client is told that another model answers than the one it named: that model's name.
+# Where another model answers than the one that the client named: its name.
 MODEL_HEADER = "x-sgl-ext-model"
 # Which of a request's hints count, by their names.
 HINTS_HEADER = "x-sgl-ext-hints"

@@ -25,7 +25,7 @@ class EngineRow(TypedDict):
 
     state: "ready", "starting", "draining" or "ended". stage: of its start, and progress in it, 0 to
     1; None if that is not known. restarts: how often it was started again. crashes: how often it
-    ended although nobody stopped it; last_exit: when it did so at last, by the wall clock, and why.
+    ended without being stopped; last_exit: when it did so last, by the wall clock, and why.
     """
 
     name: str

@@ -24,7 +24,6 @@ from bench.priority import (
     comparison,
     differing,
     fitted_load,
-    siege_figures,
     starved,
     unlike_all,
 )
@@ -140,19 +139,6 @@ def test_an_answer_is_right_if_it_is_one_of_those_that_sglang_gives() -> None:
     assert found["outputs_identical"]
     assert found["outputs_differing"] == {"fcfs": 4, "stock_priority": 0, "stock": 4}
     assert not comparison({**seen, "ours": [third]}, counted, AGING_S)["outputs_identical"]
-
-
-def test_a_siege_tells_how_the_batch_fared() -> None:
-    answers = [*played(1.0, 8.0), answer(BATCH, 1, 30.0, 40.0, preempted=2)]
-    assert siege_figures(answers, AGING_S) == {
-        "interactive_requests": 1,
-        "longest_batch_wait_s": 29.0,
-        "longest_batch_s": 39.0,
-        "batch_preemptions": 2,
-        "starved": 1,
-    }
-    unfinished = siege_figures([*answers, answer(BATCH, 1, 2.0, None)], AGING_S)
-    assert unfinished["longest_batch_s"] is None
 
 
 def test_a_fifth_is_interactive_and_no_two_prompts_are_alike() -> None:

@@ -118,7 +118,7 @@ def test_a_part_that_is_not_valid_leaves_the_other_parts() -> None:
 
 def test_a_figure_that_its_bench_does_not_report_says_so() -> None:
     found = section(page(report(step("header_strip", {}))), "A header that changes, at token 0")
-    assert "| TTFT without the header, ms | not reported |" in found
+    assert "| tokens per second of all streams, sgl-ext / SGLang | not reported |" in found
 
 
 def test_no_number_of_the_tables_is_invented() -> None:

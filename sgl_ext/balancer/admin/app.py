@@ -118,7 +118,7 @@ async def health(request: web.Request) -> web.Response:
     With fewer than there should be, the status is "degraded".
 
     is_drained: whether an operator took its requests away.
-    hung_s: how long an engine hangs that nobody stopped from outside; 0 if it does not.
+    hung_s: for how long an engine has hung without a stop from outside; 0 if it does not hang.
     """
     services = request.app[SERVICES]
     now_s = services.router.clock()

@@ -49,7 +49,7 @@ RESTARTS_HELP = (
 
 
 CRASHES = b"sgl_ext_child_crashes_total"
-CRASHES_HELP = b"Times that an engine of the launcher's node ended although nobody stopped it."
+CRASHES_HELP = b"Times that an engine of the launcher's node ended without being stopped."
 
 
 class Unreadable(Exception):
@@ -131,7 +131,7 @@ def merge(
 
     pages: in Prometheus' text format, by the engine's id; None for an engine without one.
     restarts, crashes: how often the launcher has started each of its engines again, and how often
-        each ended although nobody stopped it.
+        each ended without being stopped.
     """
     up, again = _Family(UP, b"gauge", UP_HELP), _Family(RESTARTS, b"counter", RESTARTS_HELP)
     ended = _Family(CRASHES, b"counter", CRASHES_HELP)

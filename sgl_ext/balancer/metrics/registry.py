@@ -120,7 +120,7 @@ class Metrics(Page):
         )
         self.failed_requests = counter(
             "failed_requests{reason}",
-            "Requests that were refused (429, 5xx), failed or cut, by what clients were told.",
+            "Requests that were refused (429, 5xx), failed or cut, by reason.",
         )
         self.placements = counter(
             "placements{reason}", "Requests sent to a worker, by the reason for its choice."

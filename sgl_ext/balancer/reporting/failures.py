@@ -1,6 +1,6 @@
 """What a node refused or failed of late, by reason: of each process, and of all in the last minute.
 
-A reason is what clients were told, without its numbers, so reasons are few. An engine's own error
+A reason is the error's message without its numbers, so reasons are few. An engine's own error
 has its status in place of its words. Wrong requests, whose answers are the clients' fault, are not
 counted.
 """

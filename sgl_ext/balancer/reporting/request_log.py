@@ -345,7 +345,7 @@ class LineFile:
     """The lines of one process. Those that were lost are counted.
 
     limit_bytes: the largest size of the file and its predecessor together.
-    age_s: the longest time for which a line is kept. clock: by which lines state their time.
+    age_s: the oldest line that the log holds. clock: by which lines state their time.
     """
 
     def __init__(

@@ -141,7 +141,7 @@ class Worker:
     bootstrap: where decode engines get the KV of a prefill engine, `HOST PORT`.
     source: the name of its source.
     model: the name of its pool (`models`). stated: the model that it says it serves.
-    models_asked_s: when it was asked for that.
+    models_asked_s: when the balancer requested that.
     cause: why it was not ready at last; "" if it was from the start.
     draining: it gets no new requests. is_gone: it is also removed after its last one; one that
         the admin API has drained stays.

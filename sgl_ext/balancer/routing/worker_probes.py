@@ -33,7 +33,7 @@ _TOKEN = {"input_ids": [1], "sampling_params": {"max_new_tokens": 1}}
 # A request that was sent so long after an engine's last sign of life is not what it does.
 SENT_LATE_S = 1.0
 MODELS_S = 10.0
-"""How often a ready worker is asked which model and adapters it serves."""
+"""How often the balancer requests the model and adapters of a ready worker."""
 PROBE = "probe"
 _MODELS_TIMEOUT = aiohttp.ClientTimeout(total=2)
 _GENERATE_TIMEOUT = aiohttp.ClientTimeout(total=30)

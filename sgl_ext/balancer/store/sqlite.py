@@ -2,7 +2,7 @@
 
 The table `documents` is small, and `content` has the bytes, so that a use rewrites no content.
 `listed` repeats the short `about` of what lists show: in `content` it follows the bytes of the
-items, all of which SQLite would read. With a write-ahead log processes can read while one writes.
+items, and SQLite would read them all. With a write-ahead log processes can read while one writes.
 The log is not synced on each write: after a power failure the file is consistent but may lack the
 last seconds.
 

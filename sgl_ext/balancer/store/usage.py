@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from typing import NamedTuple, Protocol
 
 KEPT_DAYS = 400
-"""How long a period is kept."""
+"""How long the store holds a period."""
 
 
 class Use(NamedTuple):

@@ -369,7 +369,7 @@ MAX_PARTS = 128
 MAX_READ = 2_048
 """Prompts for which nothing is written: of embeddings and scores."""
 MAX_TOP = 1_000
-"""Log probabilities of one position, and token ids that are asked for."""
+"""Log probabilities of one position, and the token ids that a request names."""
 FREE_TOP = 20
 """Of each token of an answer, however long: what the vendors' own APIs allow."""
 MAX_PROMPT_LOGPROBS = 200_000

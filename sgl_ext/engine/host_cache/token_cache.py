@@ -447,7 +447,7 @@ def make_token_cache(tokenizer: Any, limit_bytes: int) -> TokenCache | None:
 
 
 class RecipeEncoding:
-    """Stands in for `encoding`, which deepseek-recipe made for `tokenizer`.
+    """Takes the place of `encoding`, which deepseek-recipe made for `tokenizer`.
 
     The first prompt is encoded in both ways. If they differ, the cache turns itself off.
     """

@@ -321,7 +321,7 @@ class NameSpace:
         return Written.WRITTEN
 
     def get(self, name: str, page: Sequence[memoryview], used_ns: int) -> Read:
-        """Reads a page into memory, of which nothing may be used unless the outcome is READ."""
+        """Reads a page into memory. Nothing there may be used unless the outcome is READ."""
         try:
             # A pipe would wait for its writer.
             flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK

@@ -213,7 +213,7 @@ class SharedPages(sglang_api.HiCacheStorage):
         return digest(_BOOT.read_text(), found.st_dev, found.st_ino)
 
     def note(self, segments: Sequence[Stored], tree: TreeCore, node: Any) -> None:
-        """Notes where the segments of a prompt end, of which `node` is the last in the tree."""
+        """Notes where the segments of a prompt end. `node` is its last node in the tree."""
         if not self._is_retired:
             pages = tree.get_prefix_hash_values(node) + tree.get_hash_values(node)
             self._notes.add(segments, pages)
