@@ -220,6 +220,7 @@ _CHAT_METHODS = {
     ),
     "_render_and_encode_chat_template": (
         around(TEMPLATES, templates.fit_messages),
+        around(CHOICE, rendering.keep_prompt),
         around(PINS, rendering.render_only),
     ),
     "_encode_messages": (around(PINS, rendering.render_tokens),),

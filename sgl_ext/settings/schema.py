@@ -454,7 +454,8 @@ class EngineSettings(RequestSettings, frozen=True, kw_only=True):
         bool, "Start with a version of SGLang that is not tested, if it fits: how/upstream.md."
     ] = False
     keep_tools: Annotated[
-        bool, "Keep tools that tool_choice forbids in the prompt: guide/clients.md."
+        bool,
+        "Keep tools that may not be called, and thinking for summaries: guide/clients.md.",
     ] = True
     sort_schema_keys: Annotated[
         bool, "Sort the keys of tools' schemas, for a stable prefix: guide/clients.md."

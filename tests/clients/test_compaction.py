@@ -19,7 +19,7 @@ from sgl_ext_cpu.node import Node, StartNode
 from sgl_ext.cli.clients import Client, Connection, clients_of
 from tests.clients import scripts
 from tests.clients.install import installed
-from tests.clients.recorder import Recorder, recording
+from tests.clients.recorder import Exchange, Recorder, recording
 from tests.waiting import HANG_S
 
 pytestmark = [pytest.mark.installs, pytest.mark.other_clients]
@@ -142,6 +142,10 @@ def refused(recorder: Recorder) -> int:
     return sum(any(words in each.answer for words in _REFUSED) for each in recorder.exchanges)
 
 
+def sums_up(exchange: Exchange) -> bool:
+    return b"Your task is to create a detailed summary" in exchange.body
+
+
 @pytest.mark.parametrize(
     ("client", "agent", "knows_window"),
     [
@@ -168,6 +172,10 @@ def test_a_client_that_exceeds_the_window_compacts_and_goes_on(
     assert scripts.has_read(client) in said
     assert any(scripts.SUMMARY.encode() in each.body for each in recorder.generated())
     assert max(turn.prompt_tokens for turn in recorder.turns()) < _WINDOW_TOKENS
+    if agent is claude_code:
+        summary = next(each.turn() for each in recorder.generated() if sums_up(each))
+        assert summary is not None
+        assert summary.cached_tokens > 0.9 * summary.prompt_tokens
     if not knows_window:
         assert refused(recorder) > 0
 

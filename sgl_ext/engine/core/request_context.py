@@ -32,6 +32,7 @@ from sgl_ext.engine.sglang_http_types import GenerateReqInput
 from sgl_ext.protocols.registry import of_path
 from sgl_ext.reading.cache_marks import NO_MARKS, Marks
 from sgl_ext.reading.client import NO_FACTS, ClientFacts
+from sgl_ext.reading.compaction import Summary
 from sgl_ext.reading.hints import USUAL, Importance
 from sgl_ext.reading.protocol import Protocol
 from sgl_ext.reading.segments import Chain
@@ -61,6 +62,7 @@ class RequestContext:
     rank: the data-parallel rank that the balancer chose; None: SGLang chooses.
     is_last: the client says that this is the conversation's last turn.
     is_demoted: the client wants the session's pins on this prompt to end.
+    summary: the answer sums the conversation up, and the prompt keeps what the turn before had.
     is_answer_reusable: whether the next turn's prompt continues with the answer as generated.
     are_hints_sent: whether a generation took the hints; later ones have another prompt.
     finish_reason, matched_stop: how SGLang says that the answer ended.
@@ -104,6 +106,7 @@ class RequestContext:
     rank: int | None = None
     is_last: bool = False
     is_demoted: bool = False
+    summary: Summary | None = None
     is_answer_reusable: bool = True
     pins: tuple[tuple[int, float], ...] = ()
     are_hints_sent: bool = False

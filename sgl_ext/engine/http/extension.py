@@ -20,6 +20,7 @@ from sgl_ext.compat.template_fitting import Places, Plan
 from sgl_ext.compat.template_model import TemplateModel
 from sgl_ext.engine.core.counters import background_failed, gauge, show_counters
 from sgl_ext.engine.host_cache.message_cache import SCHEMAS, MessageCache
+from sgl_ext.engine.host_cache.offered_tools import OfferedTools
 from sgl_ext.engine.host_cache.token_cache import TokenCache, make_token_cache
 from sgl_ext.engine.host_cache.token_offsets import TokenOffsets
 from sgl_ext.engine.host_cache.worth import Worth
@@ -63,6 +64,7 @@ class HttpExtension:
         self.templates: WeakKeyDictionary[ServingChat, TemplateModel | None] = WeakKeyDictionary()
         self.places: WeakKeyDictionary[ServingChat, Places] = WeakKeyDictionary()
         self.plans: WeakKeyDictionary[ServingChat, Plan] = WeakKeyDictionary()
+        self.offered_tools = OfferedTools()
         self.token_cache: TokenCache | None = None
         self.message_cache: MessageCache | None = None
         self.next_turns: NextTurns | None = None
@@ -87,6 +89,8 @@ class HttpExtension:
         for name, cache in (("token_cache", self.token_cache), ("messages", self.message_cache)):
             if cache is not None:
                 yield name, "bytes", cache.used_bytes, cache.limit_bytes
+        offered = self.offered_tools
+        yield "offered_tools", "bytes", offered.used_bytes, offered.limit_bytes
         if self.next_turns is not None:
             yield from self.next_turns.tables()
 

@@ -18,6 +18,7 @@ from sgl_ext.engine.core.hints import is_slice
 from sgl_ext.engine.core.request_context import (
     WHOLE_PROMPT,
     RequestContext,
+    conversation_name,
     current,
     current_dry_run,
     enter,
@@ -49,6 +50,7 @@ from sgl_ext.reading.client import (
     stated_session,
     with_agent_hint,
 )
+from sgl_ext.reading.compaction import Summary, asks_for_summary, with_tools
 from sgl_ext.reading.hints import brief, limits_with, read_importance
 from sgl_ext.reading.segments import (
     Chain,
@@ -87,6 +89,8 @@ async def read_body(original: Callable[[Any], Awaitable[Any]], request: Any) -> 
     body, stripped = _strip(extension, path, await original(request))
     facts = read_client(dict(request.scope["headers"]), stripped.fields)
     context = _read_context(extension, request, path, body, facts)
+    if extension.settings.keep_tools:
+        _keep_prompt(extension, dict(request.headers.items()), context)
     # It reads the whole body for a metric, so it waits until the request is with the scheduler.
     context.after_sending = partial(_count_left, extension, path, raw_body, stripped.headers)
     if not context.protocol.generates:
@@ -98,6 +102,24 @@ async def read_body(original: Callable[[Any], Awaitable[Any]], request: Any) -> 
         body = extension.message_cache.recall(body, context)
     request._json = body
     return body
+
+
+def _keep_prompt(
+    extension: HttpExtension, headers: dict[str, str], context: RequestContext
+) -> None:
+    """Has a request for a summary keep the tools of the turn before; notes those of other turns."""
+    protocol, body, name = context.protocol, context.body, conversation_name(context)
+    if not isinstance(body, dict) or not protocol.generates or name is None:
+        return
+    tools, offered = body.get("tools"), extension.offered_tools
+    before = [] if tools else offered.last(name)
+    if asks_for_summary(context.facts, protocol, body, had_tools=bool(before)):
+        context.summary = Summary(body, keeps_tools=bool(before))
+        if before:
+            context.body = with_tools(body, before)
+            context.chain = read_chain(protocol, context.body, salt=salt_of(headers))
+    elif isinstance(tools, list) and tools:
+        offered.note(name, context.chain, tools)
 
 
 def _reject_compressed(request: Any) -> None:

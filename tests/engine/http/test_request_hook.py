@@ -13,7 +13,7 @@ from fastapi import HTTPException
 from starlette.datastructures import Headers
 
 from sgl_ext.engine.core.counters import counter
-from sgl_ext.engine.core.request_context import WHOLE_PROMPT, current
+from sgl_ext.engine.core.request_context import WHOLE_PROMPT, RequestContext, current
 from sgl_ext.engine.http import request_hook
 from sgl_ext.engine.http.extension import HttpExtension
 from sgl_ext.protocols.registry import of_path
@@ -335,3 +335,51 @@ async def test_malformed_default_hints_are_ignored_and_counted() -> None:
     assert counted.get() - before == 1
     assert (context := current()) is not None
     assert context.importance is USUAL
+
+
+CODEX = {"session-id": "s", "user-agent": "codex_exec/0.171.0"}
+OFFERED = [{"type": "function", "name": "look", "parameters": {}}]
+SUM_UP = "You are performing a CONTEXT CHECKPOINT COMPACTION. Write a summary for another LLM."
+
+
+def codex(text: str, tools: list[Any], headers: dict[str, str] = CODEX) -> Request:
+    said = [{"type": "message", "role": "user", "content": each} for each in ("Begin.", text)]
+    body = {"model": "m", "input": said, "tools": tools, "tool_choice": "auto"}
+    return Request(body, "/v1/responses", headers)
+
+
+async def sent(request: Request) -> tuple[list[Any], Any, RequestContext]:
+    """The tools and the choice that SGLang gets, and the context."""
+    body = await request_hook.read_body(Request.json, request)
+    context = current()
+    assert context is not None
+    return [tool["name"] for tool in body["tools"]], body["tool_choice"], context
+
+
+async def test_a_request_for_a_summary_keeps_the_tools_of_its_conversation(extend: Extend) -> None:
+    extend()
+    await sent(codex("Go on.", OFFERED))
+    tools, choice, context = await sent(codex(SUM_UP, []))
+    assert (tools, choice) == (["look"], "none")
+    assert context.summary is not None
+    assert context.summary.keeps_tools
+    assert context.chain.tool_segments > 0
+    tools, choice, context = await sent(codex("Go on.", []))
+    assert (tools, choice, context.summary) == ([], "auto", None)
+
+
+@pytest.mark.parametrize(
+    ("settings", "headers"),
+    [
+        ({"keep_tools": False}, CODEX),
+        ({}, CODEX | {"session-id": "another"}),
+        ({}, CODEX | {"x-tenant-id": "another"}),
+    ],
+)
+async def test_it_has_no_tools_of_others(
+    extend: Extend, settings: dict[str, Any], headers: dict[str, str]
+) -> None:
+    extend(**settings)
+    await sent(codex("Go on.", OFFERED))
+    tools, choice, _ = await sent(codex(SUM_UP, [], headers))
+    assert (tools, choice) == ([], "auto")

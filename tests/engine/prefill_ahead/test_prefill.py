@@ -312,6 +312,18 @@ def cached_of(answer: Any) -> tuple[int, int]:
     ]
 
 
+def test_a_request_for_a_summary_keeps_the_thinking_of_its_tool_loop(engine: Serving) -> None:
+    session, messages = f"session {next(_names)}", turns(text(300))
+    before, _ = cached_of(ask(engine, messages, session))
+    sum_up = user(0) | {"content": "Do not call any tools. Write a summary of the conversation."}
+    tokens, cached = cached_of(ask(engine, [*messages, sum_up], session))
+    assert cached >= before - SLACK
+    assert tokens > before
+    other = sum_up | {"content": "Go on, please, and say what you know of the conversation."}
+    _, cached = cached_of(ask(engine, [*messages, other], session))
+    assert cached < before - 300
+
+
 @pytest.mark.parametrize(("fields", "is_warm"), [(ASKED, True), ({}, False)])
 def test_a_next_turn_is_warm_if_the_request_hints_so(
     engine: Serving, fields: dict[str, Any], is_warm: bool
