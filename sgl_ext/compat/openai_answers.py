@@ -9,7 +9,7 @@ Other answers pass unchanged.
 
     fault     choices of one stream have several ids, tokens no places, chats the log
               probabilities of their thinking, and metadata is not text alone
-    hooks     group "answers of OpenAI", and a middleware
+    hooks     none: a middleware
     test      tests/compat/test_openai_answers.py
     upstream  no patch yet
     ends with a version whose answers follow OpenAI's schema
@@ -24,12 +24,12 @@ import orjson
 
 from sgl_ext.compat.text_logprobs import Token, Tokens
 from sgl_ext.engine.core.request_context import RequestContext
-from sgl_ext.engine.sglang_types import Original
 from sgl_ext.protocols.chat import CHAT
 from sgl_ext.protocols.registry import COMPLETIONS
 
 PATHS = frozenset((*CHAT.paths, *COMPLETIONS.paths))
 _ID = re.compile(rb'^data: \{"id":"([^"\\]*)"', re.MULTILINE)
+_LIST = b'"weight_versions"'
 _EVENT = re.compile(rb"^data: (\{.*\})$", re.MULTILINE)
 
 
@@ -38,6 +38,8 @@ class Choices:
 
     has_offsets: it has log probabilities of a completion. has_logprobs: it has those of a chat.
     """
+
+    changes_whole = True  # its metadata
 
     def __init__(self, context: RequestContext, *, has_offsets: bool, has_logprobs: bool) -> None:
         self._context = context
@@ -60,31 +62,32 @@ class Choices:
         prompts = body.get("prompt") if is_completion else None
         is_batch = isinstance(prompts, list) and len(prompts) > 1 and type(prompts[0]) is not int
         has_many = is_batch or body.get("n") not in (None, 1)
-        if not (has_offsets or has_logprobs or has_many):
+        if body.get("stream") is True and not (has_offsets or has_logprobs or has_many):
             return None
         return cls(context, has_offsets=has_offsets, has_logprobs=has_logprobs)
-
-    @property
-    def changes_whole(self) -> bool:
-        return self._has_offsets or self._has_logprobs
 
     def event(self, data: bytes) -> bytes:
         """An event of its stream, or several."""
         if found := _ID.search(data):
             self._id = self._id or found[1]
             data = _ID.sub(lambda _: b'data: {"id":"%b"' % self._id, data)
-        if self.changes_whole:
+        if self._has_offsets or self._has_logprobs:
             data = _EVENT.sub(lambda found: b"data: " + self.whole(found[1]), data)
         return data
 
     def whole(self, data: bytes) -> bytes:
         """A whole answer, or the JSON of one event."""
+        if not (self._has_offsets or self._has_logprobs or _LIST in data):
+            return data
         document = orjson.loads(data)
+        if metadata := document.get("metadata"):
+            texts = {key: text for key, text in metadata.items() if isinstance(text, str)}
+            document["metadata"] = texts
         for choice in document.get("choices") or ():
             logprobs = choice.get("logprobs")
             if self._has_logprobs:
                 self._leave_text(choice, logprobs)
-            elif isinstance(logprobs, dict):
+            elif self._has_offsets and isinstance(logprobs, dict):
                 logprobs["text_offset"] = self._offsets(choice, logprobs["tokens"])
         return orjson.dumps(document)
 
@@ -125,12 +128,3 @@ class Choices:
             offsets.append(self._lengths[index])
             self._lengths[index] += len(token)
         return offsets
-
-
-def text_metadata(original: Original, meta_info: Any) -> dict[str, str] | None:
-    """Around `build_endpoint_weight_version_metadata`: `metadata` with texts only.
-
-    SGLang adds the list of weight versions, for which clients with strict types reject the answer.
-    """
-    metadata = original(meta_info)
-    return metadata and {key: text for key, text in metadata.items() if isinstance(text, str)}

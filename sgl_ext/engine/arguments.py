@@ -8,6 +8,8 @@ other module read one.
 
 from typing import TYPE_CHECKING, Any, cast
 
+import msgspec
+
 from sgl_ext.engine import sglang_api
 
 if TYPE_CHECKING:
@@ -21,6 +23,11 @@ def resolved(args: "ServerArgs") -> "ResolvedArgs":
     """
     args.resolve_once()
     return sglang_api.resolving_view(args)
+
+
+def as_given(args: "ServerArgs") -> dict[str, Any]:
+    """What the operator wrote, and SGLang's defaults for the rest, by name."""
+    return msgspec.structs.asdict(cast(msgspec.Struct, args))
 
 
 def being_resolved(args: "ServerArgs") -> "ResolvedArgs":

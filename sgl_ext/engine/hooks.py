@@ -31,7 +31,6 @@ from sgl_ext.compat import (
     errors,
     held_schemas,
     last_chunk,
-    openai_answers,
     rendezvous,
     sampler,
     templates,
@@ -94,7 +93,6 @@ class Group(NamedTuple):
 
 
 START = Group("start")
-LOG = Group("log of a start", "the log does not say which parsers `auto` found")
 HINTS = Group("strip and hints")
 FIELDS = Group("ranges of fields")
 PINS = Group("pins")
@@ -112,7 +110,6 @@ SCHEMAS = Group("held schemas", "a grammar leaves a part of some schemas out, an
 CHOICE = Group("tool choice", "a choice of tools changes the prompt, and calls or a schema is lost")
 CALLS = Group("tool calls", "words between calls are lost, and cut calls look whole")
 MESSAGES = Group("answers of messages", "answers of /v1/messages lack stop sequences and usage")
-OPENAI = Group("answers of OpenAI", "metadata of an answer is no text")
 LOGPROBS = Group("log probabilities", "streams of /v1/responses have no log probabilities")
 ERRORS = Group("errors", "errors of /v1/responses have other statuses")
 WINDOW = Group("window", "prompts that memory does not hold are refused in other words")
@@ -199,8 +196,6 @@ _RESPONSES = f"{_OPENAI}.serving_responses.OpenAIServingResponses"
 _CALLS = "sglang.srt.function_call"
 _PARSER = f"{_CALLS}.function_call_parser.FunctionCallParser"
 _DETECTOR = f"{_CALLS}.base_format_detector.BaseFormatDetector"
-_VERSIONS = "sglang.srt.utils.weight_versions"
-_RECIPE = "sglang.srt.parser.deepseek_recipe_renderer"
 _TOKENIZERS = "transformers.tokenization_utils_base"
 _TEMPLATES = "transformers.utils.chat_template_utils"
 _KEY = "sglang.srt.mem_cache.radix_cache.RadixKey"
@@ -227,6 +222,7 @@ _CHAT_METHODS = {
     "_resolve_inline_system_support": (around(TEMPLATES, templates.leave_instructions),),
     "supports_native_reasoning_history": (around(TEMPLATES, templates.takes_thinking),),
     "_effective_tools": (around(CACHES, cache_hooks.find_tools),),
+    "_build_chat_encoding_adapter": (after(ENCODERS, cache_hooks.use_pieces),),
     "_get_history_tool_calls_cnt": (around(CACHES, cache_hooks.count_calls),),
     "_generate_chat_stream": (around(MESSAGES, anthropic_answers.watch_stream),),
     "_process_tool_call_stream": (around(CALLS, tool_calls.stream_in_order),),
@@ -238,17 +234,9 @@ _MAIN_SEAMS: dict[str, Seam] = {
     "sglang.srt.server_args.prepare_server_args": Seam(
         "AFTER", (after(START, startup.check_arguments),)
     ),
-    f"{_ENTRY}.engine.Engine._launch_subprocesses": Seam(
-        "AFTER", (after(START, startup.await_acknowledgements),)
-    ),
-    f"{_ENTRY}.engine._server_args_for_logging": Seam(
-        "AFTER", (after(START, startup.changed_args),)
-    ),
-    f"{_ENTRY}.engine.resolve_auto_parsers": Seam("AROUND", (around(LOG, startup.report_parsers),)),
     f"{_ENTRY}.http_server._setup_and_run_http_server": Seam(
         "BEFORE", (before(START, http_server.extend),)
     ),
-    "uvicorn.server.Server.shutdown": Seam("BEFORE", (before(START, http_server.end_streams),)),
     "requests.sessions.Session.request": Seam("AROUND", (around(START, send_secret),)),
     # Requests
     f"{_ENTRY}.http_server.ORJSONRequest.json": Seam(
@@ -327,7 +315,6 @@ _MAIN_SEAMS: dict[str, Seam] = {
     f"{_TOKENIZERS}.PreTrainedTokenizerBase.encode": Seam(
         "AROUND", (around(PINS, cache_hooks.encode_text),)
     ),
-    f"{_RECIPE}.DeepSeekRecipe.__init__": Seam("AFTER", (after(ENCODERS, cache_hooks.use_pieces),)),
     "jsonschema.Draft202012Validator.check_schema": Seam(
         "AROUND", (around(CACHES, cache_hooks.check_schema),)
     ),
@@ -351,9 +338,6 @@ _MAIN_SEAMS: dict[str, Seam] = {
     ),
     f"{_DETECTOR}.parse_streaming_increment": Seam(
         "AROUND", (around(CALLS, tool_calls.parse_chunk),)
-    ),
-    f"{_VERSIONS}.build_endpoint_weight_version_metadata": Seam(
-        "AROUND", (around(OPENAI, openai_answers.text_metadata),)
     ),
 }
 _SCHEDULER_SEAMS: dict[str, Seam] = {

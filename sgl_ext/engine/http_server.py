@@ -1,9 +1,11 @@
 """Puts the extension into SGLang's HTTP server: middleware, routes, and what runs beside it."""
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable, Callable
+import signal
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from http import HTTPStatus
+from types import FrameType
 from typing import Any
 
 from starlette.datastructures import Headers
@@ -32,6 +34,7 @@ from sgl_ext.engine.http.routes import (
 )
 from sgl_ext.engine.sglang_http_types import TokenizerManager
 from sgl_ext.engine.sglang_types import ResolvedArgs, ServerArgs
+from sgl_ext.engine.startup import await_acknowledgements, report_parsers
 from sgl_ext.protocols.registry import of_path
 from sgl_ext.reading.next_turn import LIMIT_ANSWER_BYTES
 from sgl_ext.settings.schema import EngineSettings
@@ -49,10 +52,14 @@ def extend(
     server_args: ServerArgs,
     tokenizer_manager: TokenizerManager | None = None,
     template_manager: Any = None,
+    port_args: Any = None,
+    scheduler_infos: Sequence[Any] = (),
     *_: Any,
     **__: Any,
 ) -> None:
-    """Before SGLang's HTTP server runs."""
+    """Before SGLang's HTTP server runs, after all other processes have begun."""
+    await_acknowledgements(scheduler_infos)
+    report_parsers(server_args)
     if tokenizer_manager is not None:
         check_template(tokenizer_manager, template_manager)
     args, app = in_effect(), sglang_api.app
@@ -93,6 +100,7 @@ def extend(
         count_unhandled(asyncio.get_running_loop(), background_failed)
         stalls = StallMonitor(_stall_counter())
         stalls.start()
+        end_streams_at(signal.SIGINT, signal.SIGTERM)
         async with AsyncExitStack() as stack:
             for broadcaster in broadcasters:
                 await stack.enter_async_context(broadcaster.listening())
@@ -121,10 +129,24 @@ def _stall_counter() -> Callable[[str, float], None]:
     return lambda clock, seconds: of_clock[clock].inc(seconds)
 
 
-def end_streams(*_: Any, **__: Any) -> None:
-    """Before uvicorn's shutdown, which waits until every response has ended."""
+def end_streams() -> None:
+    """Ends the streams of events: at its end, a server waits until every response has ended."""
     for broadcaster in installed().broadcasters:
         broadcaster.close()
+
+
+def end_streams_at(*numbers: signal.Signals) -> None:
+    """Ends them when one of these signals ends the server."""
+    for number in numbers:
+        ends = signal.getsignal(number)
+        if not callable(ends):  # nobody ends it then
+            continue
+
+        def end(got: int, frame: FrameType | None, ends: Callable[..., Any] = ends) -> None:
+            end_streams()
+            ends(got, frame)
+
+        signal.signal(number, end)
 
 
 class AnswerMiddleware:
@@ -199,4 +221,7 @@ async def await_sigterm(
     while extension.in_flight and manager.server_status.name != _UNHEALTHY:  # noqa: ASYNC110
         await asyncio.sleep(_SIGTERM_POLL_S)
     extension.is_ending = True
-    await original(manager)
+    try:
+        await original(manager)
+    finally:
+        end_streams()

@@ -36,6 +36,7 @@ HTTP_PROCESS = (
     "sglang.srt.utils:kill_process_tree",
     "sglang.srt.utils.auth:AuthLevel",
     "sglang.srt.environ:envs",
+    "sglang.srt.entrypoints.engine:logger",
     "sglang.srt.entrypoints.http_server:app",
     "sglang.srt.entrypoints.http_server:available_models",
     "sglang.srt.entrypoints.http_server:get_global_state",

@@ -1,19 +1,19 @@
 """Checks at an engine's start: of the environment before SGLang is imported, which takes many
-seconds; then, as hooks, of the flags and of the hooks of each process. Two more hooks keep the log
-of a start readable."""
+seconds; then, as hooks, of the flags and of the hooks of each process. What they log of the
+arguments is short and has no secret."""
 
 import gc
 import logging
 import os
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping, Sequence
 from importlib.metadata import PackageNotFoundError, version
-from typing import Any, cast
+from typing import Any
 
 import msgspec
 
-from sgl_ext.engine import sglang_check, topology
-from sgl_ext.engine.arguments import resolved
+from sgl_ext.engine import sglang_api, sglang_check, topology
+from sgl_ext.engine.arguments import as_given, being_resolved, in_effect
 from sgl_ext.engine.core.folder import acknowledged
 from sgl_ext.engine.sglang_types import ServerArgs
 from sgl_ext.engine.sglang_versions import is_tested, tested_text
@@ -24,6 +24,7 @@ PLUGIN = "sgl_ext"
 _OFF = ("", "0", "false", "no", "off", "n", "f")
 _DETOKENIZER_TIMEOUT_S = 120.0
 _SECRET_ENDS = ("api_key", "password")
+_ARGUMENTS = "server_args="
 _logger = logging.getLogger(__name__)
 
 
@@ -65,48 +66,41 @@ def check_arguments(server_args: ServerArgs, *_: Any) -> None:
         _logger.warning("sgl-ext: %s", rule)
     for group, why in sglang_check.groups_off().items():
         _logger.warning("sgl-ext: %s: off, %s", group, why)
+    sglang_api.logger.addFilter(ShortArguments(server_args))
 
 
-def report_parsers(original: Callable[[ServerArgs], None], server_args: ServerArgs) -> None:
-    """Around SGLang's choice of parsers where the operator wrote `auto`: logs what was chosen, and
-    what is lost where it found none, as it turns that parser off and serves."""
-    before = _parsers(server_args)
-    original(server_args)
-    after = _parsers(server_args)
-    chosen = [f"{kind} {name}" for kind, name in after.items() if before[kind] == "auto" and name]
-    if chosen:
+def report_parsers(server_args: ServerArgs) -> None:
+    """Logs what SGLang chose where the operator wrote `auto` for a parser, and what is lost where
+    it found none, as it turns that parser off and serves."""
+    given, args = as_given(server_args), in_effect()
+    found = {"reasoning": args.reasoning_parser, "tool calls": args.tool_call_parser}
+    by_auto = {kind: name for kind, name in found.items() if given[_PARSERS[kind][0]] == "auto"}
+    if chosen := [f"{kind} {name}" for kind, name in by_auto.items() if name]:
         _logger.info("sgl-ext: parsers found in the model (auto): %s", ", ".join(chosen))
-    for kind, (flag, loss) in _WITHOUT.items():
-        if before[kind] == "auto" and after[kind] is None:
+    for kind, name in by_auto.items():
+        if name is None:
+            field, loss = _PARSERS[kind]
             what = f"auto found none for this model, so {loss}"
             do = "name one, or none: docs/guide/models.md"
-            _logger.warning("sgl-ext: %s: %s; %s", flag, what, do)
+            _logger.warning("sgl-ext: --%s: %s; %s", field.replace("_", "-"), what, do)
 
 
-def _parsers(server_args: ServerArgs) -> dict[str, str | None]:
-    args = resolved(server_args)
-    return {"reasoning": args.reasoning_parser, "tool calls": args.tool_call_parser}
-
-
-_WITHOUT = {
-    "reasoning": ("--reasoning-parser", "thinking is left out of requests"),
-    "tool calls": ("--tool-call-parser", "calls of tools arrive as text"),
+_PARSERS = {
+    "reasoning": ("reasoning_parser", "thinking is left out of requests"),
+    "tool calls": ("tool_call_parser", "calls of tools arrive as text"),
 }
-"""Of each parser: its flag, and what is lost without one."""
+"""Of each parser: its argument, and what is lost without one."""
 
 
-def await_acknowledgements(launched: Any, *_: Any, **__: Any) -> None:
+def await_acknowledgements(scheduler_infos: Sequence[Any]) -> None:
     """After an engine's processes are up: stops the start unless each has verified its hooks.
 
     A scheduler reports that it is ready only after it loaded plugins, so its acknowledgement must
-    exist by now. A detokenizer reports nothing, and may still import modules. On the further
-    machines of an engine there is no tokenizer either, and the schedulers have ended by now; the
-    engine's first rank has verified them (`sgl_ext.engine.scheduler.nodes`).
+    exist by now. A detokenizer reports nothing, and may still import modules. The further machines
+    of an engine serve no HTTP, so nobody waits there; the engine's first rank has verified their
+    schedulers (`sgl_ext.engine.scheduler.nodes`).
     """
-    tokenizer, _, _, scheduler_init_result, *_ = launched
-    if tokenizer is None:
-        return
-    if acknowledged()["scheduler"] < len(scheduler_init_result.scheduler_infos):
+    if acknowledged()["scheduler"] < len(scheduler_infos):
         raise SystemExit("sgl-ext: the plugin was not loaded in a scheduler process")
     deadline = time.monotonic() + _DETOKENIZER_TIMEOUT_S
     while not acknowledged()["detokenizer"]:
@@ -121,14 +115,33 @@ def freeze_again(*_: Any) -> None:
     gc.freeze()
 
 
-def changed_args(shown: dict[str, Any], server_args: ServerArgs) -> dict[str, Any]:
-    """After SGLang has listed its arguments for the log: those that differ from their defaults,
-    with secrets masked. All of them are a line of 15 KB."""
-    struct = cast(type[msgspec.Struct], type(server_args))
-    defaults = {field.name: field.default for field in msgspec.structs.fields(struct)}
-    return {
-        name: "..." if name.endswith(_SECRET_ENDS) else value
-        for name, value in shown.items()
-        # A dictionary is a part that SGLang has worked out.
-        if value != defaults.get(name) and value not in (None, [], ()) and type(value) is not dict
-    }
+class ShortArguments(logging.Filter):
+    """Of the log of SGLang's start: its arguments are those that differ from their defaults, as all
+    of them are a line of 15 KB, and no line has a secret of theirs, whatever its words."""
+
+    def __init__(self, server_args: ServerArgs) -> None:
+        super().__init__()
+        self._args = server_args
+        given = as_given(server_args)
+        secrets = [value for name, value in given.items() if name.endswith(_SECRET_ENDS)]
+        self._secrets = [value for value in secrets if value and isinstance(value, str)]
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        text = record.getMessage()
+        if text.startswith(_ARGUMENTS):
+            text = f"{_ARGUMENTS}{self.changed()}"
+        for secret in self._secrets:
+            text = text.replace(secret, "...")
+        record.msg, record.args = text, None
+        return True
+
+    def changed(self) -> dict[str, Any]:
+        """The arguments that differ from SGLang's defaults, without parts that it works out."""
+        args = being_resolved(self._args)
+        fields: Any = msgspec.structs.fields(type(self._args))  # type: ignore[arg-type]
+        found = {each.name: (getattr(args, each.name), each.default) for each in fields}
+        return {
+            name: "..." if name.endswith(_SECRET_ENDS) else value
+            for name, (value, default) in found.items()
+            if value != default and value not in (None, [], ()) and type(value) is not dict
+        }

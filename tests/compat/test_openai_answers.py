@@ -11,7 +11,8 @@ from typing import Any
 import pytest
 import requests
 
-from sgl_ext.compat.openai_answers import text_metadata
+from sgl_ext.compat.openai_answers import Choices
+from sgl_ext.engine.core.request_context import RequestContext
 from tests.engine.scheduler.test_event_publisher import Engine
 from tests.waiting import HANG_S
 
@@ -64,6 +65,21 @@ def test_an_answer_without_either_passes_unchanged(engine: Engine) -> None:
     assert one["choices"][0]["logprobs"] is None
 
 
-def test_metadata_holds_texts_only() -> None:
-    versions = {"weight_version": "default", "weight_versions": [["default", 0, 7]]}
-    assert text_metadata(lambda _: versions, None) == {"weight_version": "default"}
+@pytest.mark.parametrize("path", [CHAT, COMPLETIONS])
+def test_metadata_holds_texts_only(path: str) -> None:
+    """SGLang adds a list of the versions of its weights."""
+    choices = Choices.of(RequestContext(path, {}), path)
+    assert choices is not None
+    metadata = {"weight_version": "default", "weight_versions": [["default", 0, 7]]}
+    answer = {"choices": [{"text": '"weight_versions"', "logprobs": None}], "metadata": metadata}
+    written = json.loads(choices.whole(json.dumps(answer).encode()))
+    assert written == {**answer, "metadata": {"weight_version": "default"}}
+
+
+def test_metadata_of_a_real_answer_holds_texts_only(engine: Engine) -> None:
+    for path, prompt in (
+        (CHAT, {"messages": [{"role": "user", "content": "a"}]}),
+        (COMPLETIONS, {"prompt": "a"}),
+    ):
+        answer = engine.post(path, {"model": "tiny", "max_tokens": 2, **prompt})
+        assert all(isinstance(each, str) for each in answer["metadata"].values())

@@ -1,6 +1,7 @@
 """How the extension changes SGLang's HTTP server as a whole."""
 
 import asyncio
+import signal
 from collections.abc import Callable
 from enum import Enum
 from typing import Any
@@ -118,3 +119,19 @@ async def test_a_request_that_comes_too_late_is_refused_so_that_it_can_go_elsewh
     await InFlightMiddleware(app, extension)(scope, None, send)
     assert sent[0]["status"] == 503
     assert b"This engine is shutting down." in sent[1]["body"]
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_that_ends_the_server_ends_its_streams_first(
+    monkeypatch: pytest.MonkeyPatch, number: signal.Signals
+) -> None:
+    """A server waits until every response has ended."""
+    ended = list[str]()
+    before = signal.signal(number, lambda *_: ended.append("server"))
+    try:
+        monkeypatch.setattr(http_server, "end_streams", lambda: ended.append("streams"))
+        http_server.end_streams_at(number)
+        signal.raise_signal(number)
+        assert ended == ["streams", "server"]
+    finally:
+        signal.signal(number, before)

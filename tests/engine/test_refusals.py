@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 from collections.abc import Callable
 from pathlib import Path
-from types import SimpleNamespace
 from typing import NamedTuple
 
 import pytest
@@ -92,11 +91,9 @@ def test_a_scheduler_that_acknowledged_nothing_stops_the_start(
     monkeypatch.setenv("SGLEXT_ENGINE_FOLDER", str(tmp_path))
     acknowledge("detokenizer")
     acknowledge("scheduler")
-    schedulers = SimpleNamespace(scheduler_infos=[{}])
-    startup.await_acknowledgements((object(), None, None, schedulers))
-    schedulers.scheduler_infos.append({})
+    startup.await_acknowledgements([{}])
     with pytest.raises(SystemExit, match="not loaded in a scheduler"):
-        startup.await_acknowledgements((object(), None, None, schedulers))
+        startup.await_acknowledgements([{}, {}])
 
 
 def test_several_tokenizer_workers_are_rejected_by_name(failed_start: Start) -> None:

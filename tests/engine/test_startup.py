@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import logging
 import socket
 import threading
 import warnings
@@ -15,7 +16,7 @@ import msgspec
 import pytest
 from sgl_ext_cpu.node import free_port
 
-from sgl_ext.engine import startup
+from sgl_ext.engine import http_server, startup
 from sgl_ext.engine.http import secret
 from sgl_ext.settings.secrets import EngineSecret
 
@@ -31,18 +32,29 @@ class Args(msgspec.Struct):
     log_level: str = "info"
 
 
-def test_of_the_arguments_only_those_that_differ_from_their_defaults_are_logged() -> None:
+def test_of_the_arguments_only_those_that_differ_from_their_defaults_are_logged(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     args = Args("m", tp_size=2, api_key="secret")
-    shown = msgspec.structs.asdict(args) | {
-        "graphs": {"decode": {"bs": [1, 2]}},
-        "dtype": "float32",
-    }
-    assert startup.changed_args(shown, args) == {  # type: ignore[arg-type]
-        "model_path": "m",
-        "tp_size": 2,
-        "api_key": "...",
-        "dtype": "float32",
-    }
+    resolved = {"graphs": {"decode": {"bs": [1, 2]}}, "dtype": "float32"}
+    shown = SimpleNamespace(**msgspec.structs.asdict(args) | resolved)
+    monkeypatch.setattr(startup, "being_resolved", lambda _: shown)
+    changed = startup.ShortArguments(args)  # type: ignore[arg-type]
+    assert logged_by(changed, "server_args=%s", {"all": "of them"}) == (
+        "server_args={'model_path': 'm', 'tp_size': 2, 'api_key': '...', 'dtype': 'float32'}"
+    )
+
+
+def test_no_line_has_a_secret_of_the_arguments_in_whatever_words() -> None:
+    changed = startup.ShortArguments(Args("m", api_key="a-key"))  # type: ignore[arg-type]
+    assert logged_by(changed, "arguments: %s", "--api-key a-key") == "arguments: --api-key ..."
+    assert logged_by(changed, "100% of it") == "100% of it"
+
+
+def logged_by(changed: startup.ShortArguments, text: str, *values: Any) -> str:
+    record = logging.LogRecord("sglang", logging.INFO, "", 0, text, values, None)
+    assert changed.filter(record)
+    return record.getMessage()
 
 
 @pytest.mark.parametrize(
@@ -66,13 +78,11 @@ def test_what_auto_chose_is_logged_and_what_it_did_not_find(
     logged: list[str],
 ) -> None:
     caplog.set_level("INFO")
-    current = [given]
-
-    def args(_: object) -> SimpleNamespace:
-        return SimpleNamespace(reasoning_parser=current[0][0], tool_call_parser=current[0][1])
-
-    monkeypatch.setattr(startup, "resolved", args)
-    startup.report_parsers(lambda _: current.__setitem__(0, found), object())  # type: ignore[arg-type]
+    names = "reasoning_parser", "tool_call_parser"
+    monkeypatch.setattr(startup, "as_given", lambda _: dict(zip(names, given, strict=True)))
+    chosen = SimpleNamespace(**dict(zip(names, found, strict=True)))
+    monkeypatch.setattr(startup, "in_effect", lambda: chosen)
+    startup.report_parsers(object())  # type: ignore[arg-type]
     assert len(caplog.messages) == len(logged)
     assert all(map(str.__contains__, caplog.messages, logged))
 
@@ -113,11 +123,9 @@ def test_the_garbage_collector_is_frozen_once_the_server_listens(
         assert sent == [asked[3]]
 
 
-def test_on_further_machines_of_an_engine_nobody_waits_for_a_detokenizer(
+def test_an_engine_serves_no_http_before_its_schedulers_have_verified_their_hooks(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setenv("SGLEXT_ENGINE_FOLDER", str(tmp_path))
-    schedulers = SimpleNamespace(scheduler_infos=[{}])
-    startup.await_acknowledgements((None, None, None, schedulers, None, []))
     with pytest.raises(SystemExit, match="not loaded in a scheduler process"):
-        startup.await_acknowledgements((object(), None, None, schedulers, None, []))
+        http_server.extend(object(), None, None, None, [{}])  # type: ignore[arg-type]

@@ -68,8 +68,12 @@ def encode_text(
     return before + tokens if isinstance(tokens, list) else array("q", before) + tokens
 
 
-def use_pieces(result: None, recipe: Any, *args: Any, **kw: Any) -> None:
-    """After the start of the encoder of DeepSeek V4: the same for the prompts that it writes."""
+def use_pieces(adapter: Any, *_: Any) -> None:
+    """After `OpenAIServingChat._build_chat_encoding_adapter`: the same for the prompts of
+    DeepSeek V4."""
+    recipe = getattr(adapter, "deepseek_recipe", None)
+    if recipe is None:
+        return
     recipe._encoding = RecipeEncoding(
         recipe._encoding, recipe.hf_tokenizer, lambda: installed().token_cache
     )

@@ -24,6 +24,7 @@ from sgl_ext.engine.core.request_context import RequestContext, entered, put_on
 from sgl_ext.engine.hooks import SEAMS, Role, with_parts
 from sgl_ext.engine.host_cache.token_cache import make_token_cache
 from sgl_ext.engine.http import pin_placement
+from sgl_ext.engine.http.cache_hooks import use_pieces
 from sgl_ext.engine.http.extension import HttpExtension
 from sgl_ext.engine.http.pin_placement import log_limits, place_pins
 from sgl_ext.protocols.registry import of_path
@@ -47,7 +48,7 @@ SPECIAL = (
 HOOKED = (
     *("_encode_messages", "_render_and_encode_chat_template", "parallel_prompt_encode"),
     *("encode_prompt_segments", "Chat._apply_jinja_template"),
-    *("PreTrainedTokenizerBase.encode", "DeepSeekRecipe.__init__", "Chat._process_messages"),
+    *("PreTrainedTokenizerBase.encode", "Chat._process_messages"),
 )
 MARK = {"cache_control": {"type": "ephemeral", "ttl": "1h"}}
 SPECS = ("dsv32", "dsv4", "dsv41", "kimi_k3", "glm", "lossy")
@@ -165,6 +166,7 @@ class FrontEnd:
                 chat_hooks=None,
                 default_chat_template_kwargs=None,
             )
+            use_pieces(self.chat._encoding_adapter)
         self.has_media = False
         self._protocol = import_module("sglang.srt.entrypoints.openai.protocol")
 
