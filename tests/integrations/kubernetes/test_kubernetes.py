@@ -4,15 +4,20 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Callable
+from contextlib import AsyncExitStack
 from pathlib import Path
 
 import pytest
+from aiohttp import ClientSession, web
 from aiohttp.test_utils import TestServer
 
+from sgl_ext.balancer.server import Balancer
 from sgl_ext.integrations import kubernetes
 from sgl_ext.integrations.kubernetes import KubernetesSlices
 from sgl_ext.membership.member import Member, MembershipError
-from tests.balancer.wire import until
+from sgl_ext.settings.schema import Alias, BalancerSettings
+from tests.balancer.conftest import Engine
+from tests.balancer.wire import AT_ONCE, until
 from tests.integrations.kubernetes.kubernetes_api import (
     KubernetesApi,
     endpoint,
@@ -418,3 +423,30 @@ async def test_a_cluster_that_does_not_answer_is_named(
     await until(lambda: bool(following.faults))
     assert following.faults[0].startswith("http://127.0.0.1:1: ")
     assert following.lists == []
+
+
+async def test_each_model_is_a_service_of_its_own(api: KubernetesApi) -> None:
+    engines = Engine("a", model="large"), Engine("b", model="small")
+    async with AsyncExitStack() as stack:
+        for engine, service in zip(engines, ("large", "small"), strict=True):
+            app = web.Application()
+            app.router.add_route("*", "/{path:.*}", engine.handle)
+            engine.server = await stack.enter_async_context(TestServer(app, shutdown_timeout=0))
+            ports = [{"name": "http", "port": engine.server.port, "protocol": "TCP"}]
+            pod = endpoint(service, "127.0.0.1")
+            api.put(endpoint_slice(pod, name=service, service=service, ports=ports))
+        settings = BalancerSettings(
+            workers_from=("kubernetes:serving/large", "kubernetes:serving/small"),
+            aliases=(Alias("claude-haiku-*", "small"), Alias("*", "large")),
+            **{"port": 0, **AT_ONCE},
+        )
+        balancer = Balancer(settings, interval_s=0.02)
+        await balancer.start()
+        stack.push_async_callback(balancer.stop)
+        models = balancer.services.models
+        await until(lambda: [pool["ready"] for pool in models.rows()] == [1, 1])
+        client = await stack.enter_async_context(ClientSession(f"http://127.0.0.1:{balancer.port}"))
+        for model, engine in (("claude-haiku-4-5", "b"), ("gpt-5", "a"), ("large", "a")):
+            body = {"model": model, "messages": [{"role": "user", "content": "Hello"}]}
+            async with client.post("/v1/chat/completions", json=body) as answer:
+                assert (await answer.json())["engine"] == engine
