@@ -10,7 +10,7 @@ import logging
 import signal
 import sys
 import time
-from collections.abc import Awaitable, Callable, Coroutine
+from collections.abc import Awaitable, Callable, Coroutine, Mapping
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
@@ -28,6 +28,7 @@ from sgl_ext.node.children import Engine, events_path, make_children
 from sgl_ext.node.control import Control, socket_path
 from sgl_ext.node.failure import reason_of
 from sgl_ext.node.flags import check_given_flags, why_one_start
+from sgl_ext.node.in_effect import SettingsInEffect
 from sgl_ext.node.keepers import (
     HUNG_LOOK_S,
     OWN_TLS,
@@ -42,7 +43,13 @@ from sgl_ext.node.reloads import Reloads, live_settings
 from sgl_ext.node.restarts import Replacement, Restarts
 from sgl_ext.process import ENGINE_FOLDERS, LossyStream, hold_hangups, on_hangup, remove_stale
 from sgl_ext.settings.schema import LaunchSettings, SettingsError
-from sgl_ext.settings.sources import config_of, launch_flags, launch_settings, names_file
+from sgl_ext.settings.sources import (
+    config_of,
+    launch_flags,
+    launch_settings,
+    names_file,
+    sourced_settings,
+)
 from sgl_ext.supervision import supervise
 
 log = logging.getLogger(__name__)
@@ -83,12 +90,13 @@ def main(argv: list[str] | None = None) -> None:
         console = Console(file=cast(IO[str], LossyStream(sys.stdout)))
         with locked(Path(settings.log_dir)):
             read = partial(launch_settings, argv) if names_file(argv) else None
+            sources = partial(sourced_settings, argv)
             say = begin_log(settings, console)
             for note in notes:
                 say(note)
             open_shared_tier(settings)
             try:
-                asyncio.run(serve(settings, found, console, say, read))
+                asyncio.run(serve(settings, found, console, say, read, sources))
             except _FAILURES as error:
                 log.error("the node ends: %s", error)
                 raise
@@ -114,11 +122,12 @@ async def serve(
     console: Console,
     say: Operator,
     read: Callable[[], LaunchSettings] | None = None,
+    sources: Callable[[], tuple[LaunchSettings, Mapping[str, str]]] | None = None,
 ) -> None:
     """Starts all processes, keeps them running, and stops them.
 
     found: None if the engines run on Ray; in place of them there is the process that keeps them.
-    read: reads the settings again; None if there is no file.
+    read: reads the settings again; None if there is no file. sources: as of SettingsInEffect.
     say: tells the operator.
     """
     stop, hurry = asyncio.Event(), asyncio.Event()
@@ -133,6 +142,8 @@ async def serve(
     keepers = Keepers(say, events)
     has_served = False
     live = live_settings(settings, read)
+    in_effect = SettingsInEffect(live, engines, sources or (lambda: (settings, {})))
+    await asyncio.to_thread(in_effect.write)
     reloads = Reloads(live, engines, say, say.error, events)
     control = Control(socket, engines, _why_no_restarts(settings))
     control.reload = reloads.reload
@@ -155,6 +166,7 @@ async def serve(
         works: list[tuple[str, Callable[[], Awaitable[None] | None], float]] = [
             ("the list of engines", listed.update, _LIST_S),
             ("the rotation of logs", rotate, _ROTATE_S),
+            ("the file of settings", partial(asyncio.to_thread, in_effect.write), _EVENTS_S),
             ("the log of events", partial(asyncio.to_thread, events.write), _EVENTS_S),
         ]
         # The launcher has no metrics; its log has the reason of a failure.

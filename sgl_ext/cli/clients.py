@@ -299,6 +299,10 @@ def _codex(node: Connection) -> Client:
     if node.key is not None:
         provider["env_key"] = CLIENT_KEY_VARIABLE
     document["model_providers"] = {"sgl_ext": provider}
+    # Its feature `memories` asks for models by names of its own.
+    document["memories"] = dict.fromkeys(
+        ("extract_model", "consolidation_model"), node.small or node.model
+    )
     start = Start(("codex", "--profile", "sgl-ext"), _key(node))
     return Client(
         "Codex", start, File(".codex/sgl-ext.config.toml", tomlkit.dumps(document), start)
@@ -337,7 +341,16 @@ def _qwen_code(node: Connection) -> Client:
     }
     if node.window_tokens and node.window_tokens < _SMALL_WINDOW:
         environment["QWEN_CODE_MAX_OUTPUT_TOKENS"] = str(node.window_tokens // 4)
-    return Client("Qwen Code", Start(("qwen", "--auth-type", "openai"), environment))
+    command = ("qwen", "--auth-type", "openai")
+    if not node.small:
+        return Client("Qwen Code", Start(command, environment))
+    # It uses a fast model only if its settings list it. Those of a user win over these.
+    listed = {"baseUrl": f"{node.url}/v1", "envKey": "OPENAI_API_KEY"}
+    models = [{"id": name, "name": name, **listed} for name in (node.model, node.small)]
+    document = {"fastModel": node.small, "modelProviders": {"openai": models}}
+    path = ".qwen/sgl-ext.json"
+    start = Start(command, environment | {"QWEN_CODE_SYSTEM_DEFAULTS_PATH": f"~/{path}"})
+    return Client("Qwen Code", start, File(path, _json(document), start))
 
 
 def _aider(node: Connection) -> Client:

@@ -1,7 +1,8 @@
 """`sgl-ext config`: a file with settings, checked or shown without starting anything."""
 
+import json
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -15,6 +16,8 @@ _File = Annotated[
     str, typer.Argument(metavar="FILE", help="A TOML file, or a recipe such as gpu or cpu.")
 ]
 _DEFAULT = "default"
+SETTINGS = "settings.json"
+"""The file in a run folder with what its node uses (`sgl_ext.node.in_effect`)."""
 
 
 @app.callback()
@@ -43,13 +46,13 @@ def show(
     ] = None,
     as_json: Json = False,
 ) -> None:
-    """Show what holds for a command line of `serve`, or of a running node, and where each value
-    comes from.
+    """Show what holds for a command line of `serve`, or what a running node uses, reloads and
+    restarts included, and where each value comes from.
 
     For example: sgl-ext config show --config node.toml --tp 2; sgl-ext config show --running .run.
     Secrets are never shown.
     """
-    rows = _rows(context.args if running is None else command_line(running))
+    rows = _rows(context.args) if running is None else _running(running)
     rows = [row for row in rows if every or row["source"] != _DEFAULT]
     if as_json:
         print_json(rows)
@@ -60,36 +63,25 @@ def show(
         console().print(table(("key", "value", "source"), values))
 
 
-def command_line(folder: Path, proc: Path = Path("/proc")) -> list[str]:
-    """What the launcher that uses a run folder was started with, its file as a whole path. Of a
-    file that was changed since, it is what a reload would apply.
-
-    Raises NodeError without such a launcher, or if it is another user's.
-    """
-    process = node_process(folder)
-    if process is None:
+def _running(folder: Path) -> list[dict[str, Any]]:
+    """What the node that runs with a run folder uses now. Raises NodeError without such a node."""
+    if node_process(folder) is None:
         raise NodeError(f"no node runs with the run folder {folder}: give the node's --log-dir")
     try:
-        words = (proc / str(process) / "cmdline").read_bytes().decode().split("\0")[:-1]
-        home = Path(proc / str(process) / "cwd").readlink()
+        rows: list[dict[str, Any]] = json.loads((folder / SETTINGS).read_bytes())
     except OSError as error:
-        raise NodeError(f"process {process}: {error.strerror}: use sudo") from None
-    at = next((n for n, word in enumerate(words) if word == "serve"), None)
-    if at is None:  # python -m sgl_ext.launch
-        at = next(n for n, word in enumerate(words) if "launch" in word)
-    words = words[at + 1 :]
-    for number, word in enumerate(words[1:], 1):
-        if words[number - 1] == "--config" and (home / word).is_file():
-            words[number] = str(home / word)
-    return words
+        about = f"{folder / SETTINGS}: {error.strerror}"
+        raise NodeError(
+            f"{about}: the node is just starting, or another user's: use sudo"
+        ) from None
+    return rows
 
 
-def _rows(argv: list[str]) -> list[dict[str, object]]:
+def _rows(argv: list[str]) -> list[dict[str, Any]]:
     """Each setting with its value and source. Raises UsageError for wrong ones."""
     from sgl_ext.node.flags import check_given_flags
-    from sgl_ext.settings.fields import changed
     from sgl_ext.settings.schema import SettingsError
-    from sgl_ext.settings.sources import TABLES, config_of, launch_flags, sourced_settings
+    from sgl_ext.settings.sources import config_of, launch_flags, setting_rows, sourced_settings
 
     if argv and Path(argv[0]).suffix == ".toml":
         raise UsageError(f"config show: give the file as --config {argv[0]}")
@@ -98,25 +90,4 @@ def _rows(argv: list[str]) -> list[dict[str, object]]:
         check_given_flags(settings.engine_args, argv, config_of(argv), launch_flags())
     except SettingsError as error:
         raise UsageError(str(error)) from None
-    given = changed(settings)
-    rows: list[dict[str, object]] = []
-    for name, field in {**TABLES["launch"], **TABLES["balancer"]}.items():
-        source = names.get(name, _DEFAULT)
-        value = given.pop(name) if name in given else field.shown_default
-        key = name.replace("_", "-")
-        rows.append({"key": key, "value": value, "source": _place(source)})
-    for name, source in (
-        ("tenants", "[tenants]"),
-        ("hints", "[hints]"),
-        ("engine_args", "[engine]"),
-    ):
-        if name in given:
-            value = given[name] if name != "hints" else [f"{h.of}.{h.name}" for h in given[name]]
-            rows.append({"key": name.replace("_", "-"), "value": value, "source": source})
-    return rows
-
-
-def _place(source: str) -> str:
-    """The file and table of a source without its key, which the row has; a flag as it is."""
-    place, end, _ = source.rpartition("]")
-    return place + end if end else source
+    return setting_rows(settings, names)

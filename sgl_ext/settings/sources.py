@@ -24,7 +24,7 @@ from sgl_ext.key_file import KeysError, read_keys
 from sgl_ext.reading.client import HARNESSES
 from sgl_ext.recipes import settings_file
 from sgl_ext.settings.certificates import certificate_of
-from sgl_ext.settings.fields import Field, fields_of, with_unit
+from sgl_ext.settings.fields import Field, changed, fields_of, with_unit
 from sgl_ext.settings.schema import (
     HINTED,
     LEAST_STORE_BYTES,
@@ -162,6 +162,42 @@ def _launch_settings(
     )
     check_launch(settings, given.names)
     return settings, given.names
+
+
+DEFAULT = "default"
+
+
+def setting_rows(settings: LaunchSettings, names: Mapping[str, str]) -> list[dict[str, Any]]:
+    """Each setting with its key, its value, and the flag, or the file and table, that gives it;
+    without secrets. names: as of `sourced_settings`."""
+    given = changed(settings)
+    rows: list[dict[str, Any]] = []
+    for name, field in {**TABLES["launch"], **TABLES["balancer"]}.items():
+        value = given.pop(name) if name in given else field.shown_default
+        source = _place(names.get(name, DEFAULT))
+        rows.append({"key": name.replace("_", "-"), "value": value, "source": source})
+    several = {
+        "tenants": ("tenants", given.get("tenants")),
+        "hints": ("hints", [f"{hint.of}.{hint.name}" for hint in settings.balancer.hints]),
+        "aliases": ("aliases", [f"{a.name} = {a.model}" for a in settings.balancer.aliases]),
+        "engine-args": ("engine", given.get("engine_args")),
+    }
+    for key, (table, value) in several.items():
+        if value:
+            rows.append({"key": key, "value": value, "source": f"[{table}]"})
+    for model in settings.models:
+        values = changed(model) | {"engine_args": changed(model).get("engine_args")}
+        for name, value in values.items():
+            if name != "name" and value is not None:
+                key = f"{model.name}: {name.replace('_', '-')}"
+                rows.append({"key": key, "value": value, "source": "[[models]]"})
+    return rows
+
+
+def _place(source: str) -> str:
+    """The file and table of a source without its key, which the row has; a flag as it is."""
+    place, end, _ = source.rpartition("]")
+    return place + end if end else source
 
 
 def balancer_settings(argv: Sequence[str]) -> BalancerSettings:

@@ -211,6 +211,17 @@ def test_clients_get_the_small_model_that_the_node_has(node: FakeNode, run: Run)
     file = clients_of(Connection(node.url, "large", small="tiny"))["opencode"].file
     assert file is not None
     assert json.loads(file.text)["small_model"] == "sgl-ext/tiny"
+    known = clients_of(Connection(node.url, "large", "secret", small="tiny"))
+    codex, qwen = known["codex"].file, known["qwen-code"]
+    assert codex is not None
+    assert set(tomllib.loads(codex.text)["memories"].values()) == {"tiny"}
+    assert qwen.file is not None
+    assert "secret" not in qwen.file.text
+    settings = json.loads(qwen.file.text)
+    assert settings["fastModel"] == "tiny"
+    assert [one["id"] for one in settings["modelProviders"]["openai"]] == ["large", "tiny"]
+    assert qwen.start is not None
+    assert qwen.start.environment["QWEN_CODE_SYSTEM_DEFAULTS_PATH"] == "~/.qwen/sgl-ext.json"
     assert "--weak-model openai/tiny" in how["aider"]
 
 

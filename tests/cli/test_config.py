@@ -8,6 +8,9 @@ from pathlib import Path
 import pytest
 
 from sgl_ext.cli import config
+from sgl_ext.node.in_effect import SettingsInEffect
+from sgl_ext.node.reloads import live_settings
+from sgl_ext.settings.sources import launch_settings, sourced_settings
 from tests.cli.conftest import Run
 
 TEXT = """
@@ -79,24 +82,48 @@ def test_what_holds_is_shown_with_its_place_and_no_secret(run: Run, tmp_path: Pa
     assert "as --config node.toml" in run("config", "show", "node.toml")[2]
 
 
-def test_a_running_node_s_settings_are_those_of_its_command_line(
+def test_a_running_node_s_settings_are_those_that_it_has_written(
     run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    (tmp_path / "node.toml").write_text("[balancer]\nport = 31000\n")
-    proc = tmp_path / "proc/77"
-    proc.mkdir(parents=True)
-    (proc / "cwd").symlink_to(tmp_path)
-    words = ["python", "bin/sgl-ext", "serve", "--config", "node.toml", "--tp", "2"]
-    (proc / "cmdline").write_bytes(b"".join(word.encode() + b"\0" for word in words))
     monkeypatch.setattr(config, "node_process", lambda folder: 77)
-    found = config.command_line(tmp_path, tmp_path / "proc")
-    assert found == ["--config", str(tmp_path / "node.toml"), "--tp", "2"]
-    monkeypatch.setattr(config, "command_line", lambda folder: found)
-    code, out, _ = run("config", "show", "--running", str(tmp_path))
-    rows = [line.split() for line in out.splitlines()]
-    assert code == 0
-    assert ["port", "31,000", f"{tmp_path}/node.toml:", "[balancer]"] in rows
-    assert ["tp", "2", "--tp"] in rows
+    code, _, err = run("config", "show", "--running", str(tmp_path))
+    assert (code, "No such file" in err) == (1, True)
+    argv = ["--config", written(tmp_path), "--log-dir", str(tmp_path), "--model-path", "m"]
+    settings = launch_settings(argv)
+    live = live_settings(settings, lambda: launch_settings(argv))
+    found = SettingsInEffect(live, [], lambda: sourced_settings(argv))
+    found.write()
+    shown = ["config", "show", "--running", str(tmp_path), "--json"]
+    before = {row["key"]: (row["value"], row["source"]) for row in json.loads(run(*shown)[1])}
+    assert before["pin-ttl-s"] == ("300", f"{tmp_path}/node.toml: [launch]")
+    assert before["log-dir"] == (str(tmp_path), "--log-dir")
+    assert "hush" not in (tmp_path / "settings.json").read_text()
+    every = json.loads(run(*shown, "--all")[1])
+    store = {"key": "store", "value": f"{tmp_path}/store.sqlite", "source": "default"}
+    assert store in every
+
+    # A file that is changed counts when it is reloaded, and then only what can change.
+    written(tmp_path, TEXT.replace("5min", "7min").replace("instances = 1", "instances = 2"))
+    found.write()
+    assert {r["key"]: (r["value"], r["source"]) for r in json.loads(run(*shown)[1])} == before
+    live.reload()
+    found.write()
+    after = {r["key"]: (r["value"], r["source"]) for r in json.loads(run(*shown)[1])}
+    changed = {key for key in before if after.get(key) != before[key]}
+    assert changed == {"pin-ttl-s"}
+    assert after["pin-ttl-s"] == (420, f"{tmp_path}/node.toml: [launch]")
+
+
+def test_several_models_are_shown_with_what_each_has(run: Run, tmp_path: Path) -> None:
+    (tmp_path / "node.toml").write_text(
+        '[[models]]\npath = "/m/a"\nname = "a"\ntp = 2\n[models.engine]\ndtype = "half"\n'
+        '[[models]]\npath = "/m/b"\nname = "b"\nfallback = "a"\n[aliases]\n"*" = "a"\n'
+    )
+    out = run("config", "show", "--config", str(tmp_path / "node.toml"), "--json")[1]
+    assert {row["key"]: row["value"] for row in json.loads(out)} == {
+        **{"a: path": "/m/a", "a: tp": 2, "a: engine-args": "--dtype half"},
+        **{"b: path": "/m/b", "b: fallback": "a", "aliases": ["* = a"]},
+    }
 
 
 def test_without_a_running_node_it_says_where_to_look(run: Run, tmp_path: Path) -> None:

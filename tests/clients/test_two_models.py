@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+import json
+import os
+import shlex
 import shutil
+import subprocess
+import sys
 import threading
 from collections.abc import Iterator
 from dataclasses import replace
@@ -16,6 +21,7 @@ from sgl_ext_cpu.model import make_model
 from sgl_ext_cpu.node import free_port, local_model, running_process
 
 from tests.clients.agents import Project
+from tests.clients.install import installed
 from tests.clients.test_claude_code import _ONE_WORD
 from tests.waiting import HANG_S
 
@@ -57,7 +63,7 @@ def url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
         CONFIG.format(log_dir=folder / "run", port=port, large=local_model("tiny"), small=small)
     )
     output = folder / "launch.out"
-    command = [shutil.which("sgl-ext") or "sgl-ext", "serve", "--config", str(config)]
+    command = [sys.executable, "-m", "sgl_ext", "serve", "--config", str(config)]
     ready = "sgl-ext is serving"
     with running_process(command, output, lambda: ready in output.read_text()):
         yield f"http://127.0.0.1:{port}"
@@ -113,3 +119,35 @@ def test_one_model_restarts_while_claude_code_goes_on_with_the_other(
     restart = requests.get(f"{url}/sgl_ext/restart", timeout=HANG_S).json()
     assert (restart["state"], restart["error"]) == ("done", None)
     assert {name: row["ready"] for name, row in models(url).items()} == {"large": 1, "small": 1}
+
+
+def person(url: str, home: Path, client: str) -> dict[str, str]:
+    """What someone's shell has who wrote a client's file with `sgl-ext clients`, but for the
+    variables that the command says to set."""
+    environment = {"PATH": os.environ["PATH"], "HOME": str(home)}
+    command = [sys.executable, "-m", "sgl_ext", "clients", client, "--url", url]
+    environ = {**os.environ, **environment}
+    subprocess.run([*command, "--write"], env=environ, check=True, timeout=HANG_S)
+    shown = subprocess.run([*command, "--json"], env=environ, check=True, capture_output=True)
+    line = json.loads(shown.stdout)["clients"][0]["how"].splitlines()[-1]
+    words = [word.partition("=") for word in shlex.split(line)]
+    given = {name: value for name, mark, value in words if mark and name.isupper()}
+    return environment | {n: value.replace("~", str(home), 1) for n, value in given.items()}
+
+
+def test_qwen_code_takes_the_small_model_beside_its_own(url: str, tmp_path: Path) -> None:
+    before, environment = asked(url), person(url, tmp_path, "qwen-code")
+    command = [installed("Qwen Code") / "qwen", "--auth-type", "openai", "-p", "Say hello."]
+    done = subprocess.run(
+        command, env=environment, cwd=tmp_path, stdin=subprocess.DEVNULL, timeout=HANG_S
+    )
+    assert done.returncode == 0
+    assert all(tokens > before[each] for each, tokens in asked(url).items())
+
+
+def test_codex_makes_memories_with_the_small_model(url: str, codex: Path, tmp_path: Path) -> None:
+    before, environment = asked(url), person(url, tmp_path, "codex")
+    command = [codex, "exec", "--profile", "sgl-ext", "--skip-git-repo-check"]
+    command += ["--enable", "memories", "Say hello."]
+    subprocess.run(command, env=environment, cwd=tmp_path, stdin=subprocess.DEVNULL, timeout=HANG_S)
+    assert all(tokens > before[each] for each, tokens in asked(url).items())

@@ -72,3 +72,15 @@ def test_a_recipe_starts_by_its_name(name: str) -> None:
             *("--reasoning-parser", "auto"),
             *("--tool-call-parser", "auto"),
         ]
+
+
+def test_several_models_have_a_recipe(tmp_path: Path) -> None:
+    text = recipes()["several-models.toml"].read_text()
+    for each in (text, re.sub(r"(?m)^# (fallback|gpus)", r"\1", text)):
+        (tmp_path / "node.toml").write_text(each)
+        settings = launch_settings(["--config", str(tmp_path / "node.toml")])
+        large, small = settings.of_models
+        assert (large.model_name, large.tp, small.model_name) == ("large", 8, "small")
+        for one in (large, small):
+            check_flags(list(one.engine_args))
+        assert [alias.model for alias in settings.balancer.aliases] == ["small", "large"]
