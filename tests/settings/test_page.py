@@ -28,5 +28,6 @@ def test_every_key_in_a_recipe_exists_commented_out_or_not(
     Path("engine.secret").write_text("0123456789abcdef")
     text = re.sub(r"(?m)^# (?=[a-z-]+ = |\[)", "", recipe.read_text())
     Path("all.toml").write_text(text)
-    settings = launch_settings(["--config", "all.toml", "--model-path", "m"])
-    assert "--reasoning-parser" in settings.engine_args
+    model = [] if "[[models]]" in text else ["--model-path", "m"]
+    settings = launch_settings(["--config", "all.toml", *model])
+    assert any("--reasoning-parser" in one.engine_args for one in settings.of_models)
