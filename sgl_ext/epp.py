@@ -23,7 +23,7 @@ def main(argv: list[str]) -> None:
 def _picker(balancer: Balancer, settings: PickerSettings) -> Front:
     # gRPC must not be imported before the balancer's processes are forked.
     try:
-        from sgl_ext.integrations.gateway.picker import EndpointPicker
+        from sgl_ext.integrations.gateway.stream import EndpointPicker
     except ModuleNotFoundError as missing:
         if (missing.name or "").partition(".")[0] not in _EXTRA:
             raise

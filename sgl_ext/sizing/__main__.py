@@ -11,23 +11,21 @@ from typing import Any
 from sgl_ext.arguments import Arguments
 from sgl_ext.settings.schema import EngineSettings
 from sgl_ext.sizing.model import (
+    EngineRoom,
     KvCost,
     ModelShape,
     SizingError,
-    kv_cost,
-    model_folder,
-    read_config,
-    shape_of,
-    weight_bytes,
-)
-from sgl_ext.sizing.plan import (
-    EngineRoom,
     Wish,
     as_json,
     engine_room,
     engines_for,
     host_needs,
+    kv_cost,
     load_of,
+    model_folder,
+    read_config,
+    shape_of,
+    weight_bytes,
 )
 
 _UNITS = {"": 1, "k": 1 << 10, "m": 1 << 20, "g": 1 << 30, "t": 1 << 40}

@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 import sgl_ext_cpu
 
-from sgl_ext.balancer.conversations.context_insertion import insert_context
 from sgl_ext.balancer.conversations.contexts import Block
+from sgl_ext.balancer.conversations.expansion import insert_context
 from sgl_ext.compat.template_fitting import Places, Plan, fitted, with_sayable_roles
 from sgl_ext.compat.template_model import Place
 from sgl_ext.compat.templates import make_plan

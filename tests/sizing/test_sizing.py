@@ -13,22 +13,20 @@ from sgl_ext_cpu.node import Node
 
 from sgl_ext.sizing.__main__ import run
 from sgl_ext.sizing.model import (
+    GIB,
+    MAX_PINS,
     KvCost,
     ModelShape,
     SizingError,
-    kv_cost,
-    model_folder,
-    shape_of,
-    weight_bytes,
-)
-from sgl_ext.sizing.plan import (
-    GIB,
-    MAX_PINS,
     Wish,
     engine_room,
     engines_for,
+    kv_cost,
     load_of,
+    model_folder,
     reserved_fraction,
+    shape_of,
+    weight_bytes,
 )
 from tests.sizing.configs import CONFIGS
 from tests.waiting import HANG_S

@@ -21,7 +21,7 @@ from http import HTTPStatus
 from typing import NamedTuple
 
 from sgl_ext.balancer.store.documents import StoreFailed
-from sgl_ext.balancer.store.usage import KEPT_DAYS, Batch, UsageTable, Use
+from sgl_ext.balancer.store.shared_state import KEPT_DAYS, Batch, UsageTable, Use
 from sgl_ext.key_file import ApiKey
 from sgl_ext.protocols.errors import BalancerError
 

@@ -33,11 +33,11 @@ from sgl_ext.balancer.reporting.activity import (
     MOST_SESSIONS,
     SHOWN_PROGRAMS,
     SORTS,
+    last_minute,
     merged,
     programs_of,
     searched,
 )
-from sgl_ext.balancer.reporting.failures import last_minute
 from sgl_ext.balancer.routing.models import MOST_MODELS
 from sgl_ext.balancer.routing.worker import Worker
 from sgl_ext.doctor.report import add_advice

@@ -6,7 +6,7 @@
                 {"id": "now", "layer": "runtime"}]}
 
 The id is a hash of the content, so equal blocks have an equal id. In a prompt the tools come
-first, then the texts, then messages (`context_insertion.py`), in the order of the layers. Messages
+first, then the texts, then messages (`expansion.py`), in the order of the layers. Messages
 are those of one protocol: {"path": "/v1/messages", "messages": [...], "is_open": false}; in an open
 block, the last one goes on in the next block or in the request. A `runtime` block has no content of
 its own: each request may bring a text for it in `context_blocks`, which is not stored.

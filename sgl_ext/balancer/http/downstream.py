@@ -16,8 +16,7 @@ import math
 from http import HTTPStatus
 from typing import Protocol, cast
 
-from sgl_ext.balancer.http import http2
-from sgl_ext.balancer.http.request_reader import Request, RequestReader
+from sgl_ext.balancer.http.request_reader import Request, RequestReader, http2_refusal
 from sgl_ext.balancer.http.upstream import NO_BODY, write_both
 from sgl_ext.limits.bounds import (
     HEAD_S,
@@ -345,7 +344,7 @@ class DownstreamConnection(asyncio.BufferedProtocol):
     def _reject(self, error: BalancerError) -> None:
         status, reason, lines, body = self._server.error_response(error, self._reader.path)
         if self._reader.is_http2:
-            self._transport.write(http2.refusal(body))
+            self._transport.write(http2_refusal(body))
         else:
             framing = b"content-length: %d\r\nconnection: close\r\n\r\n" % len(body)
             head = (status, reason, lines, framing, body)

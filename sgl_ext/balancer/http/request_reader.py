@@ -15,12 +15,12 @@ the body is then skipped. Bytes of later requests wait in `ahead`; the caller st
 there are many.
 """
 
+import struct
 from functools import partial
 from http import HTTPStatus
 
 import msgspec
 
-from sgl_ext.balancer.http import http2
 from sgl_ext.balancer.http.body_codings import ENCODINGS, ChunkedBody, CompressedBody
 from sgl_ext.balancer.http.request_head import RequestHead, RequestHeadCache
 from sgl_ext.limits.bounds import (
@@ -211,11 +211,11 @@ class RequestReader:
         if self._head_hold.size:
             self._head_hold.release()
         self._searched = 0
-        if ahead.startswith(http2.PREFACE_HEAD):
-            if not http2.has_request(ahead):
+        if ahead.startswith(PREFACE_HEAD):
+            if not has_http2_request(ahead):
                 return None
             self.is_http2 = True
-            raise BalancerError(HTTPStatus.HTTP_VERSION_NOT_SUPPORTED, http2.MESSAGE)
+            raise BalancerError(HTTPStatus.HTTP_VERSION_NOT_SUPPORTED, HTTP2_MESSAGE)
         head, length = self._heads.read(bytes(ahead[:end]))
         del ahead[:end]
         self._sent_continue = False
@@ -310,3 +310,51 @@ class RequestReader:
         del self.ahead[:skipped]
         self._missing -= skipped
         return not self._missing
+
+
+# The refusal of HTTP/2 in its own frames, for a client that starts with it unasked.
+#
+# An answer in HTTP/1.1 is no frame, so such a client would show "framing error" or "empty reply".
+# Frames and error codes: RFC 9113. Literal header fields: RFC 7541, section 6.2.2.
+
+PREFACE_HEAD = b"PRI * HTTP/2.0\r\n\r\n"
+"""How HTTP/2 begins, as far as it looks like a head of HTTP/1."""
+HTTP2_MESSAGE = "HTTP/2 is not served here: use HTTP/1.1."
+_PREFACE = PREFACE_HEAD + b"SM\r\n\r\n"
+_DATA, _HEADERS, _SETTINGS, _GOAWAY = 0, 1, 4, 7
+_END_STREAM, _END_HEADERS = 1, 4
+_HTTP_1_1_REQUIRED = 13
+_HEAD = struct.Struct(">BHBBI")  # length in 3 bytes, type, flags, stream
+# `:status: 505`, and the name `content-type`. The client must index neither.
+_STATUS_505, _CONTENT_TYPE = b"\x08\x03505", b"\x0f\x10"
+
+
+def has_http2_request(received: bytes | bytearray) -> bool:
+    """Whether the client's first request has begun: no answer may come before. It is also true if
+    none begins in as many bytes as a head may have."""
+    at = len(_PREFACE)
+    while at + _HEAD.size <= len(received):
+        high, low, kind, _, _ = _HEAD.unpack_from(received, at)
+        if kind == _HEADERS:
+            return True
+        at += _HEAD.size + (high << 16) + low
+    return len(received) > MAX_HEAD_BYTES
+
+
+def http2_refusal(body: bytes) -> bytes:
+    """All that the server sends: status 505 with this JSON body to the first request, and the end
+    of the connection."""
+    kind = b"application/json"
+    head = _STATUS_505 + _CONTENT_TYPE + bytes([len(kind)]) + kind
+    end = struct.pack(">II", 1, _HTTP_1_1_REQUIRED) + HTTP2_MESSAGE.encode()
+    return (
+        _frame(_SETTINGS, 0, 0, b"")
+        + _frame(_HEADERS, _END_HEADERS, 1, head)
+        + _frame(_DATA, _END_STREAM, 1, body)
+        + _frame(_GOAWAY, 0, 0, end)
+    )
+
+
+def _frame(kind: int, flags: int, stream: int, payload: bytes) -> bytes:
+    high, low = divmod(len(payload), 1 << 16)
+    return _HEAD.pack(high, low, kind, flags, stream) + payload

@@ -59,9 +59,8 @@ import orjson
 
 from scheduler.placement import PlacementRequest, WorkerView, score_all
 from sgl_ext.balancer.metrics.registry import Metrics
-from sgl_ext.balancer.reporting.activity import Activity
+from sgl_ext.balancer.reporting.activity import Activity, reason_of
 from sgl_ext.balancer.reporting.diagnosis import Detector, PromptDiagnosis
-from sgl_ext.balancer.reporting.failures import reason_of
 from sgl_ext.balancer.routing.routing_request import RoutingRequest
 from sgl_ext.balancer.routing.worker import Attempt
 from sgl_ext.doctor.report import version_sentence

@@ -9,9 +9,8 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from sgl_ext.balancer.metrics.registry import Metrics
 from sgl_ext.balancer.store.documents import Documents, StoreUnreachable, StoreUnusable
-from sgl_ext.balancer.store.shared_state import SharedState
+from sgl_ext.balancer.store.shared_state import SharedState, UsageTable
 from sgl_ext.balancer.store.sqlite import DocumentStore, SqliteDocuments, SqliteUsage, StoreThread
-from sgl_ext.balancer.store.usage import UsageTable
 from sgl_ext.settings.schema import IN_MEMORY
 from sgl_ext.settings.secrets import StoreAddress, read_store
 

@@ -46,8 +46,7 @@ from sgl_ext.balancer.store.documents import (
     tenant_of,
     victim_of,
 )
-from sgl_ext.balancer.store.shared_state import CALL_S, PRESENT_S, Lease, Leased
-from sgl_ext.balancer.store.usage import Batch, Use
+from sgl_ext.balancer.store.shared_state import CALL_S, PRESENT_S, Batch, Lease, Leased, Use
 from sgl_ext.protocols.errors import body_too_large
 from sgl_ext.settings.secrets import StoreAddress
 from sgl_ext.supervision import Failed

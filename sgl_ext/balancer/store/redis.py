@@ -47,8 +47,15 @@ from sgl_ext.balancer.store.documents import (
     key_of,
     tenant_of,
 )
-from sgl_ext.balancer.store.shared_state import CALL_S, PRESENT_S, Lease, Leased
-from sgl_ext.balancer.store.usage import KEPT_DAYS, Batch, Use
+from sgl_ext.balancer.store.shared_state import (
+    CALL_S,
+    KEPT_DAYS,
+    PRESENT_S,
+    Batch,
+    Lease,
+    Leased,
+    Use,
+)
 from sgl_ext.protocols.errors import body_too_large
 from sgl_ext.settings.secrets import StoreAddress
 from sgl_ext.supervision import Failed

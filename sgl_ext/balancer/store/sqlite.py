@@ -44,7 +44,7 @@ from sgl_ext.balancer.store.documents import (
     StoreUnusable,
     victim_of,
 )
-from sgl_ext.balancer.store.usage import Batch, Use
+from sgl_ext.balancer.store.shared_state import Batch, Use
 from sgl_ext.protocols.errors import BalancerError, body_too_large
 from sgl_ext.settings.schema import IN_MEMORY
 from sgl_ext.supervision import Guard

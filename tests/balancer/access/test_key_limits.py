@@ -17,7 +17,7 @@ from sgl_ext import keys
 from sgl_ext.balancer.access.usage import Amount, UsageLedger
 from sgl_ext.balancer.cluster.group_memory import GroupMemory
 from sgl_ext.balancer.store.documents import StoreFailed
-from sgl_ext.balancer.store.usage import Batch, Use
+from sgl_ext.balancer.store.shared_state import Batch, Use
 from sgl_ext.key_file import ApiKey
 from sgl_ext.limits.at_once import SLOTS, RequestsAtOnce
 from sgl_ext.protocols.errors import BalancerError

@@ -11,7 +11,7 @@ from sgl_ext.balancer.access.usage import MOST_TENANTS, OTHERS, Amount, ModelUse
 from sgl_ext.balancer.metrics.registry import Metrics
 from sgl_ext.balancer.server import Balancer
 from sgl_ext.balancer.store.opening import open_store
-from sgl_ext.balancer.store.usage import Batch, Use
+from sgl_ext.balancer.store.shared_state import Batch, Use
 from sgl_ext.key_file import ApiKey
 from sgl_ext.settings.schema import BalancerSettings
 from tests.balancer.conftest import Engine, Start

@@ -11,7 +11,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sgl_ext.balancer.conversations.context_insertion import insert_context
 from sgl_ext.balancer.conversations.contexts import (
     MAX_BLOCKS,
     Block,
@@ -19,6 +18,7 @@ from sgl_ext.balancer.conversations.contexts import (
     named,
     read_blocks,
 )
+from sgl_ext.balancer.conversations.expansion import insert_context
 from sgl_ext.protocols.errors import BalancerError
 from sgl_ext.protocols.registry import PATHS, of_path
 from sgl_ext.reading.cache_marks import TtlLimits, read_marks

@@ -11,8 +11,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sgl_ext.balancer.conversations.context_insertion import insert_context
 from sgl_ext.balancer.conversations.contexts import Block, Made, make_context, unpacked_blocks
+from sgl_ext.balancer.conversations.expansion import insert_context
 from sgl_ext.balancer.store.documents import StoreFailed
 from sgl_ext.protocols.registry import of_path
 from sgl_ext.reading.cache_marks import TtlLimits, read_marks

@@ -16,8 +16,8 @@ from sgl_ext.balancer.reporting.event_log import (
     REPEAT_S,
     SHOWN,
     EventLog,
+    EventWatch,
 )
-from sgl_ext.balancer.reporting.event_watch import EventWatch
 from sgl_ext.balancer.routing.workers import Workers
 from sgl_ext.membership.member import Member
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from sgl_ext.balancer.reporting.failures import (
+from sgl_ext.balancer.reporting.activity import (
     MOST_REASONS,
-    OTHERS,
+    OTHER_REASONS,
     Failures,
     last_minute,
     reason_of,
@@ -55,7 +55,7 @@ def test_reasons_and_intervals_have_a_bound() -> None:
     for number in range(1000):
         failures.add(10.0 * number, f"reason {number}")
     (*_, last) = failures.as_json()
-    assert list(last[1]) == [OTHERS]
+    assert list(last[1]) == [OTHER_REASONS]
     assert len(failures.as_json()) <= 60 + 1
     assert len(failures._reasons) <= MOST_REASONS + 1
 

@@ -10,7 +10,7 @@ import pytest
 from sgl_ext.balancer.metrics.registry import Metrics
 from sgl_ext.balancer.store.opening import open_store
 from sgl_ext.balancer.store.redis import RedisUsage
-from sgl_ext.balancer.store.usage import Batch, UsageTable, Use
+from sgl_ext.balancer.store.shared_state import Batch, UsageTable, Use
 
 Tables = Callable[[], UsageTable]
 MONTH = "2026-11"

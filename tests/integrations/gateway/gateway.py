@@ -18,7 +18,7 @@ from sgl_ext.integrations.gateway.messages import (
     ProcessingRequest,
     ProcessingResponse,
 )
-from sgl_ext.integrations.gateway.picker import EndpointPicker
+from sgl_ext.integrations.gateway.stream import EndpointPicker
 from sgl_ext.settings.schema import PickerSettings
 from tests.waiting import HANG_S
 
