@@ -101,6 +101,11 @@ class HostSegments:
         return len(self.segments)
 
     @property
+    def leaves(self) -> list[int]:
+        """Those without segments below them here; those that came last first."""
+        return [*reversed(self._leaves)]
+
+    @property
     def settled(self) -> bool:
         """Whether the leaves were checked after the last eviction on the host."""
         return not (self._suspect or self._unswept)
@@ -359,6 +364,14 @@ class Residency:
         resident = takewhile(self._segments.__contains__, hashes)
         found = ((segment, self._segments[segment]) for segment in resident)
         return [(segment, entry.parent, entry.tokens) for segment, entry in found]
+
+    def leaves(self) -> Iterator[int]:
+        """Nodes at or below the ends of all chains: those used last first, and then those that are
+        on the host alone."""
+        for leaf in reversed(self._leaves.values()):
+            yield leaf.node
+        nodes = (self._on_host[leaf].node for leaf in (self.host.leaves if self.host else ()))
+        yield from (node for node in nodes if node != UNKNOWN)
 
     def evicted(self) -> None:
         """Records an eviction on the device, after which leaves must be checked."""

@@ -42,7 +42,7 @@ from sgl_ext.node.keepers import (
 )
 from sgl_ext.node.log_dir import Operator, begin_log, launcher_log, locked, rotated
 from sgl_ext.node.reloads import Reloads, live_settings
-from sgl_ext.node.restarts import Replacement, Restarts
+from sgl_ext.node.restarts import Replacement, Restarts, store_limit_s
 from sgl_ext.process import ENGINE_FOLDERS, LossyStream, hold_hangups, on_hangup, remove_stale
 from sgl_ext.settings.schema import LaunchSettings, SettingsError
 from sgl_ext.settings.sources import (
@@ -194,6 +194,8 @@ async def serve(
         with suppress(OSError):
             await asyncio.to_thread(events.write)
         limits = _ENGINE_STOP_S if found is not None else _FLEET_STOP_S
+        if settings.disk_tier is not None:
+            limits = limits[0] + store_limit_s(live.current), limits[1]
         await drain(
             live.current.balancer.drain_s, engines, balancer, say, hurry, limits, has_served
         )

@@ -240,6 +240,7 @@ async def await_sigterm(
     while extension.in_flight and manager.server_status.name != _UNHEALTHY:  # noqa: ASYNC110
         await asyncio.sleep(_SIGTERM_POLL_S)
     extension.is_ending = True
+    await extension.store_all()
     try:
         await original(manager)
     finally:

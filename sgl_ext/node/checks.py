@@ -10,6 +10,7 @@ from contextlib import contextmanager, suppress
 from difflib import get_close_matches
 from pathlib import Path
 
+from sgl_ext.engine.tiers.page_folder import FolderError, PageFolder
 from sgl_ext.node.children import request_log_of, store_of
 from sgl_ext.node.flags import check_addresses, check_flags, values_of
 from sgl_ext.node.hardware import (
@@ -395,17 +396,40 @@ _HOST_FLAG = "--enable-hierarchical-cache"
 
 
 def check_shared_tier(settings: LaunchSettings, parent: Path = SHARED_MEMORY) -> None:
-    """Raises SettingsError if the engines cannot share a tier, or if shared memory has no room."""
-    size = settings.shared_tier_bytes
+    """Raises SettingsError if the engines cannot share a tier, or if shared memory or the disk has
+    no room."""
+    size, disk = settings.tier_bytes, settings.disk_tier
+    if (disk is None) != (settings.disk_tier_bytes == 0):
+        missing = "disk_tier" if disk is None else "disk_tier_bytes"
+        given = f"disk_tier_bytes={size}" if disk is None else f"disk_tier={disk!r}"
+        raise SettingsError(f"{given}: give {missing}, too")
     if not size:
         return
-    remove_stale(_TIER_FOLDERS, parent)  # a launcher that was killed left it, and it takes memory
-    for problem in _tier_problems(settings, parent):
-        raise SettingsError(f"shared_tier_bytes={size}: {problem}")
+    name = "shared_tier_bytes" if disk is None else "disk_tier_bytes"
+    if disk is not None and settings.shared_tier_bytes:
+        reason = "memory that is free keeps what of disk_tier is read; leave shared_tier_bytes out"
+        raise SettingsError(f"disk_tier={disk!r}: {reason}")
+    if disk is None:
+        remove_stale(_TIER_FOLDERS, parent)  # a launcher that was killed left it; it takes memory
+    used = 0 if disk is None else _used_bytes(Path(disk))
+    for problem in _tier_problems(settings, parent if disk is None else Path(disk), used):
+        raise SettingsError(f"{name}={size}: {problem}")
 
 
-def _tier_problems(settings: LaunchSettings, parent: Path) -> Iterator[str]:
-    if settings.shared_tier_bytes < LEAST_TIER_BYTES:
+def _used_bytes(disk_tier: Path) -> int:
+    """What pages take there. Makes the folder if it is missing. Raises SettingsError if pages
+    cannot be kept there."""
+    try:
+        pages = PageFolder(disk_tier, 0)
+        used = pages.used_bytes
+        pages.close()
+    except (FolderError, OSError) as error:
+        raise SettingsError(f"disk_tier: {error}") from None
+    return used
+
+
+def _tier_problems(settings: LaunchSettings, parent: Path, used: int) -> Iterator[str]:
+    if settings.tier_bytes < LEAST_TIER_BYTES:
         yield f"must be 0, or at least {LEAST_TIER_BYTES}"
     if settings.ray_address is not None:
         yield "engines on Ray are on other machines; it is for those of one"
@@ -422,12 +446,15 @@ def _tier_problems(settings: LaunchSettings, parent: Path) -> Iterator[str]:
     except OSError as error:
         yield f"{parent}: {error.strerror}"
         return
-    free = found.f_bavail * found.f_frsize
-    if settings.shared_tier_bytes > free:
-        yield f"{parent} has {shown(free)} free; a container gets more by --shm-size"
+    free = found.f_bavail * found.f_frsize + used
+    if settings.tier_bytes > free:
+        more = "" if settings.disk_tier else "; a container gets more by --shm-size"
+        yield f"{parent} has {shown(free)} free{more}"
 
 
 def open_shared_tier(settings: LaunchSettings, parent: Path = SHARED_MEMORY) -> None:
     """Makes the folder, which the processes that start from now on find by the environment."""
-    if settings.shared_tier_bytes:
+    if settings.disk_tier is not None:
+        os.environ[FOLDER_VARIABLE] = str(Path(settings.disk_tier).absolute())
+    elif settings.shared_tier_bytes:
         os.environ[FOLDER_VARIABLE] = str(make_folder(_TIER_FOLDERS, parent))

@@ -277,7 +277,7 @@ def engine_command(settings: LaunchSettings, hardware: Hardware, port: int) -> l
         command += ["--tp-size", str(settings.tp)]
     if hardware.platform == CPU_PLATFORM:
         command += _CPU_DEFAULTS
-    command += tier_flags(settings.shared_tier_bytes)
+    command += tier_flags(settings.tier_bytes)
     return [*command, *settings.engine_args]
 
 

@@ -181,6 +181,11 @@ USED_S = 60.0
 _STOP_S = 20.0
 
 
+def store_limit_s(settings: LaunchSettings) -> float:
+    """How long an engine that ends may store what it holds in the tier that engines share."""
+    return settings.balancer.drain_s if settings.tier_bytes else 0.0
+
+
 class EngineFailed(Exception):
     """An engine did not start, or could not be replaced. The message says why."""
 
@@ -232,7 +237,7 @@ class Replacement:
         if engine.exit_code is None:
             await self._drain(engine, step)
             self.note(step, "stopping", step.reason)
-            await engine.stop(_STOP_S)
+            await engine.stop(_STOP_S + store_limit_s(self.settings))
         await self._start(engine, settings, step)
         if is_held:
             self.keepers.resume(engine)

@@ -547,6 +547,14 @@ class LaunchSettings(Settings, frozen=True, kw_only=True):
     shared_tier_bytes: Annotated[
         TierBytes, ENGINES, "Memory in which all engines share prefixes; 0: none. guide/pins.md"
     ] = 0
+    disk_tier: Annotated[
+        File | None,
+        ENGINES,
+        "Folder on a disk in which all engines share prefixes. It outlives the node: guide/pins.md",
+    ] = None
+    disk_tier_bytes: Annotated[
+        TierBytes, ENGINES, "What the prefixes in disk-tier may take there."
+    ] = 0
     start_timeout_s: Annotated[PositiveSeconds, "Time for all engines to become ready."] = 1800.0
     log_dir: Annotated[Text, "Directory for the log of each process."] = ".run"
     log_limit_bytes: Annotated[
@@ -563,6 +571,11 @@ class LaunchSettings(Settings, frozen=True, kw_only=True):
     def model_name(self) -> str:
         """The name clients use for the model: a local directory's own name, or the given name."""
         return self.served_name or name_of_path(self.model_path)
+
+    @property
+    def tier_bytes(self) -> int:
+        """What the tier that engines share may take, in memory or on a disk; 0: none."""
+        return self.shared_tier_bytes or self.disk_tier_bytes
 
     @property
     def of_models(self) -> "tuple[LaunchSettings, ...]":

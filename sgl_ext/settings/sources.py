@@ -68,7 +68,8 @@ names."""
 GROUPS: Mapping[str, Sequence[str]] = {
     "The model and its engines": (
         *("model_path", "instances", "tp", "platform", "engine_host", "start_timeout_s"),
-        *("restart_drain_s", "shared_tier_bytes", "compile_timeout_s", "untested_sglang"),
+        *("restart_drain_s", "shared_tier_bytes", "disk_tier", "disk_tier_bytes"),
+        *("compile_timeout_s", "untested_sglang"),
     ),
     "Address, keys and tenants": (
         *("host", "port", "insecure", "processes", "tls_cert", "tls_key", "api_key", "keys"),

@@ -87,8 +87,11 @@ class PinRow(TypedDict):
 class Line(TypedDict, total=False):
     """A line as it is written, without its number. Its fields are those of `StoringEvent`.
 
-    shared_pages: where the shared tier has its pages. The HTTP process removes it before it sends
-        the line on.
+    The HTTP process does not send on:
+
+    shared_pages: where the shared tier has its pages.
+    tiers_off: tiers that are off, with the reason. The HTTP process adds them to `caches_off`.
+    stored_all: an engine that ends has stored what it holds in the shared tier.
     """
 
     snapshot: bool
@@ -111,6 +114,8 @@ class Line(TypedDict, total=False):
     load_share: float
     shared_share: float
     caches_off: list[str]
+    tiers_off: list[str]
+    stored_all: bool
     degraded: Sequence[str]
 
 

@@ -42,14 +42,17 @@ def read_applied(answer: bytes) -> Applied:
 
 
 class Orders(NamedTuple):
-    """The prefixes to unpin, and the settings that change, by their names."""
+    """The prefixes to unpin, and the settings that change, by their names. store: whether what the
+    engine holds goes to the tier that engines share, because the engine ends."""
 
     unpin: tuple[str, ...] = ()
     settings: Mapping[str, Any] = {}
+    store: bool = False
 
     def and_then(self, later: "Orders") -> "Orders":
         """These orders and later ones."""
-        return Orders(self.unpin + later.unpin, {**self.settings, **later.settings})
+        settings = {**self.settings, **later.settings}
+        return Orders(self.unpin + later.unpin, settings, self.store or later.store)
 
 
 def encode_orders(orders: Orders) -> bytes:
@@ -59,24 +62,29 @@ def encode_orders(orders: Orders) -> bytes:
         fields["unpin"] = orders.unpin
     if orders.settings:
         fields["settings"] = orders.settings
+    if orders.store:
+        fields["store"] = True
     return orjson.dumps(fields)
 
 
 def read_orders(message: bytes) -> Orders:
     """Raises ValueError if it is no JSON."""
     order = orjson.loads(message)
-    return Orders(tuple(order.get("unpin", ())), order.get("settings", {}))
+    unpin = tuple(order.get("unpin", ()))
+    return Orders(unpin, order.get("settings", {}), order.get("store", False))
 
 
 @dataclass(frozen=True, slots=True)
 class Order:
     """An order that all ranks carry out in the same iteration: time goes on to `now_s`, the pins of
-    the prefixes in `unpin` are given up, `settings` are in effect, a token that the host loads
-    costs `load_share` of a computed one, and that one takes `token_s`. SGLang pickles it."""
+    the prefixes in `unpin` are given up, `settings` are in effect, the prefixes that end at the
+    nodes `store` go to the tier that engines share, a token that the host loads costs `load_share`
+    of a computed one, and that one takes `token_s`. SGLang pickles it."""
 
     now_s: float
     unpin: tuple[str, ...] = ()
     settings: Mapping[str, Any] = field(default_factory=dict)
+    store: tuple[int, ...] | None = None
     load_share: float = PRIOR
     token_s: float = 0.0
 

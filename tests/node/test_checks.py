@@ -317,3 +317,44 @@ def test_host_pools_and_the_tier_must_fit_memory_together() -> None:
 def test_a_size_that_is_meant_in_gigabytes_is_refused(tmp_path: Path) -> None:
     with pytest.raises(SettingsError, match=r"^shared_tier_bytes=8: must be 0, or at least"):
         check_shared_tier(settings(size=8), tmp_path)
+
+
+def on_disk(folder: Path, *argv: str, size: int = GIB) -> LaunchSettings:
+    tier = ["--disk-tier", str(folder), "--disk-tier-bytes", str(size)]
+    return launch_settings(["--model-path", "m", *tier, HOST, *argv])
+
+
+def test_a_disk_tier_is_the_operators_folder_and_stays(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(FOLDER_VARIABLE, "")
+    monkeypatch.chdir(tmp_path)
+    for folder in (tmp_path / "tier", Path("relative")):
+        check_shared_tier(on_disk(folder))
+        open_shared_tier(on_disk(folder))
+        assert Path(os.environ[FOLDER_VARIABLE]) == tmp_path / folder
+        assert (tmp_path / folder).stat().st_mode & 0o777 == 0o700
+    command = engine_command(on_disk(tmp_path / "tier"), Hardware(()), 1)
+    extra = command[command.index("--hicache-storage-backend-extra-config") + 1]
+    assert read_tier(json.loads(extra), {FOLDER_VARIABLE: "x"}) == (Path("x"), GIB)
+
+
+def test_a_disk_tier_that_cannot_be_is_refused_by_name(tmp_path: Path) -> None:
+    free = rf"^disk_tier_bytes={1 << 60}: {tmp_path}/tier has .* free"
+    with pytest.raises(SettingsError, match=free):
+        check_shared_tier(on_disk(tmp_path / "tier", size=1 << 60))
+    with pytest.raises(SettingsError, match=r"^disk_tier_bytes=8: must be 0, or at least"):
+        check_shared_tier(on_disk(tmp_path / "tier", size=8))
+    with pytest.raises(SettingsError, match=r"leave shared_tier_bytes out"):
+        check_shared_tier(on_disk(tmp_path / "tier", "--shared-tier-bytes", str(GIB)))
+    open_to_all = tmp_path / "open"
+    open_to_all.mkdir()
+    open_to_all.chmod(0o755)
+    with pytest.raises(SettingsError, match=r"^disk_tier: .*open: only its owner"):
+        check_shared_tier(on_disk(open_to_all))
+    for argv, missing in (
+        (["--disk-tier", str(tmp_path / "tier")], "disk_tier_bytes"),
+        (["--disk-tier-bytes", str(GIB)], "disk_tier"),
+    ):
+        with pytest.raises(SettingsError, match=rf": give {missing}, too$"):
+            check_shared_tier(launch_settings(["--model-path", "m", HOST, *argv]))

@@ -111,7 +111,7 @@ def test_what_is_written_arrives(line: Line, number: int) -> None:
 
 
 def test_both_ends_have_the_same_fields() -> None:
-    for_the_http_process = {"shared_pages"}
+    for_the_http_process = {"shared_pages", "tiers_off", "stored_all"}
     written = {*get_type_hints(Line)} - for_the_http_process
     assert written | {"seq"} == {*StoringEvent.__struct_fields__}
 

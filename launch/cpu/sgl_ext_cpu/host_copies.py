@@ -28,6 +28,8 @@ def install() -> None:
     common: Any = import_module(f"{_POOLS}.common")
     common.ALLOC_MEMORY_FUNCS["cpu"] = _allocate
     base.HICACHE_HOST_MEMORY_RESERVE_BYTES = RESERVE_BYTES
+    # Only memory for an accelerator is pinned, and SGLang's file storage asks for such a page.
+    base.HostKVCache.pin_memory = property(lambda self: False, lambda self, _: None)
     # torch's stream of the CPU has all of an accelerator's but this.
     torch.cpu.Stream.synchronize = lambda self: None
     copies = (

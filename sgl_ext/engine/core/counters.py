@@ -77,8 +77,8 @@ COUNTERS: dict[str, tuple[str, ...]] = {
     "shared_prefix_tokens": ("Tokens of shared prefixes in requests of cache groups.",),
     "cached_tokens": ("Prompt tokens that requests found cached: device, host, shared.", "tier"),
     "shared_tier_pages": (
-        "Pages of the tier that engines share: written, known, refused, failed, read, missed, "
-        "corrupt, evicted.",
+        "Pages of the tier that engines share: written, known, refused, failed, skipped, read, "
+        "missed, corrupt, evicted.",
         "result",
     ),
     "shared_tier_tokens": ("Tokens of these pages that were read, written.", "operation"),
@@ -87,6 +87,7 @@ COUNTERS: dict[str, tuple[str, ...]] = {
     "shared_tier_notes_dropped": (
         "Segments of prompts that are not published as shared: too many waited, or had no room.",
     ),
+    "shared_tier_leases_dropped": ("Leases of pins that the tier does not keep: too many waited.",),
     "draft_steps": (
         "Steps of decoding of requests while drafts from context are on.",
         *("client", "turn"),
@@ -147,6 +148,7 @@ GAUGES: dict[str, tuple[str, ...]] = {
     "shared_share": (
         "What a token costs that is read from the shared tier, as a share of one that is computed.",
     ),
+    "shared_tier_off": ("Whether the shared tier is off, and why.", "why"),
     "event_subscribers": ("Balancers that read the engine's prefix events.",),
     "engine_memory_bytes": ("Resident memory of the engine's processes, by kind.", "process"),
 }

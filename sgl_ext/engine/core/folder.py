@@ -80,6 +80,10 @@ class Outbox:
         """Orders that these settings are in effect from the next iteration on."""
         self._socket.send(encode_orders(Orders(settings=settings)), zmq.NOBLOCK)
 
+    def store(self) -> None:
+        """Orders that what the engine holds goes to the tier that engines share."""
+        self._socket.send(encode_orders(Orders(store=True)), zmq.NOBLOCK)
+
 
 class Inbox:
     """Receives these orders in the first process of that rank."""

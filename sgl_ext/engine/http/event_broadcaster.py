@@ -117,6 +117,7 @@ class EventBroadcaster:
     rank: the scheduler's data-parallel rank.
     degraded: features of SGLang with which this engine does less, from its start on.
     on_cleared: called when the cache was emptied.
+    stored_all: set once the scheduler has stored what it holds in the shared tier.
     """
 
     def __init__(self, buffer_bytes: int = BUFFER_BYTES, rank: int = 0) -> None:
@@ -130,6 +131,8 @@ class EventBroadcaster:
         self._load: EngineLoad = {}
         self._shares: Line = {}
         self._caches_off: list[str] = []
+        self._tiers_off: list[str] = []
+        self.stored_all = asyncio.Event()
         self.degraded: tuple[str, ...] = ()
         self.pins = PinMirror()
         self.on_cleared: Callable[[], object] = lambda: None
@@ -151,6 +154,14 @@ class EventBroadcaster:
         if "shared_pages" in event:  # that is for this process
             self._shared_pages = Path(event.pop("shared_pages"))
             line = encode(event)
+        if event.get("stored_all"):
+            self.stored_all.set()
+            return
+        if "tiers_off" in event:  # they are shown with this process's caches
+            tiers_off = event.pop("tiers_off")
+            line = encode(event)
+        else:
+            tiers_off = self._tiers_off
         self._publishes = event.get("publishes", self._publishes)
         self._machine = event.get("machine", self._machine)
         for tier, _, removed in _TIERS:
@@ -166,8 +177,12 @@ class EventBroadcaster:
             self._shares["shared_share"] = event["shared_share"]
         self.pins.apply(event, time.monotonic())
         counter("event_lines").inc()
-        for subscriber in self._subscribers:
+        for subscriber in self._subscribers if event else ():
             subscriber.put(line)
+        if tiers_off != self._tiers_off:
+            own = [name for name in self._caches_off if name not in self._tiers_off]
+            self._tiers_off = tiers_off
+            self.show_caches_off(own)
 
     def _store(self, tier: int, segment: str, parent: str | None, tokens: int) -> None:
         above = None if parent is None else int(parent, 16)
@@ -177,7 +192,9 @@ class EventBroadcaster:
             raise ValueError(f"segment {segment} is stored below {parent}, which is not held")
 
     def show_caches_off(self, names: list[str]) -> None:
-        """Sends the caches of this process that are off, if they are others than before."""
+        """Sends the caches of this process that are off, and the tiers of the engine, if they are
+        others than before."""
+        names = [*names, *self._tiers_off]
         if names != self._caches_off:
             self._caches_off = names
             line = encode({"alive": True, "caches_off": names})
@@ -233,6 +250,11 @@ class EventBroadcaster:
             await asyncio.gather(*tasks, return_exceptions=True)
         if not subscriber.is_slow:  # one that does not read does not read an end either
             await send({"type": "http.response.body", "body": b""})
+
+    @property
+    def has_shared_tier(self) -> bool:
+        """Whether the engine shares a tier with others."""
+        return self._shared_pages is not None
 
     @property
     def subscriber_count(self) -> int:

@@ -9,16 +9,18 @@ which have what was last set. So the HTTP process sets its gauges every few seco
 import asyncio
 from collections import defaultdict
 from collections.abc import AsyncIterator, Iterable, Iterator
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from functools import partial
 from typing import Any
 from weakref import WeakKeyDictionary
 
 import psutil
+import zmq
 
 from sgl_ext.compat.template_fitting import Places, Plan
 from sgl_ext.compat.template_model import TemplateModel
 from sgl_ext.engine.core.counters import background_failed, gauge, show_counters
+from sgl_ext.engine.core.folder import Outbox
 from sgl_ext.engine.host_cache.message_cache import SCHEMAS, MessageCache
 from sgl_ext.engine.host_cache.offered_tools import OfferedTools
 from sgl_ext.engine.host_cache.token_cache import TokenCache, make_token_cache
@@ -33,6 +35,8 @@ from sgl_ext.settings.schema import EngineSettings
 from sgl_ext.supervision import supervise
 from sgl_ext.tenants import Tenants
 from sgl_ext.version import versions
+
+_LONGEST_STORE_S = 600.0
 
 
 class HttpExtension:
@@ -108,6 +112,17 @@ class HttpExtension:
         if self.next_turns is not None:
             self.next_turns.policy = settings.prefill_ahead
             self.next_turns.prefiller.limit_slices(settings.prefill_ahead_slice_tokens)
+
+    async def store_all(self) -> None:
+        """Has the schedulers store what they hold in the tier that engines share, and waits for
+        that. Whoever ends the engine limits the wait: what matters most is stored first."""
+        sharing = [each for each in self.broadcasters if each.has_shared_tier]
+        for each in sharing:
+            with suppress(zmq.Again):  # a scheduler that reads no orders stores nothing
+                Outbox(each.rank).store()
+        stored = asyncio.gather(*(each.stored_all.wait() for each in sharing))
+        with suppress(TimeoutError):
+            await asyncio.wait_for(stored, _LONGEST_STORE_S)
 
     @asynccontextmanager
     async def serving(self, app: Any, manager: TokenizerManager) -> AsyncIterator[None]:

@@ -83,6 +83,7 @@ class EventPublisher:
         self._has_lost = False
         self._load: EngineLoad = {}
         self._shares: dict[str, float] = {}
+        self._tiers_off: list[str] = []
         self._load_due_s = self._use_due_s = 0.0
         self._decoding: tuple[int, int] | None = None
         self._counted = {"event_sweeps_deferred": 0, "event_branches_dropped": 0}
@@ -160,6 +161,10 @@ class EventPublisher:
             while tier.reads:
                 cost.read(*tier.reads.popleft())
             shares["shared_share"] = cost.shared_share
+            off = [f"shared tier ({tier.switch.why})"] if tier.switch.why else []
+            if off != self._tiers_off:
+                self._tiers_off = off
+                lines = _with(lines, {"tiers_off": off})
         on_host = sum(req.host_hit_length for req in self._scheduler.waiting_queue)
         load["pending_tokens"] += int(shares["load_share"] * on_host)
         load["host_capacity_tokens"] = self._cache.host_tokens
@@ -169,6 +174,10 @@ class EventPublisher:
         for name, share in shares.items():
             gauge(name).set(share)
         return _with(lines, cast(Line, shares))
+
+    def stored(self) -> None:
+        """All that the engine holds is in the tier that engines share, if it has room."""
+        self._channel.send({"stored_all": True})
 
     def _publishes(self) -> Line:
         """What is published, and for the HTTP process where the shared tier has its pages."""
@@ -184,7 +193,7 @@ class EventPublisher:
 
     def _renew(self) -> None:
         """Makes the next calls send everything once more, to a receiver that was cleared."""
-        self._load, self._shares, self._decoding = {}, {}, None
+        self._load, self._shares, self._decoding, self._tiers_off = {}, {}, None, []
         self._load_due_s = self._use_due_s = 0.0
         if self._cache is not None and self._cache.residency is not None:
             self._cache.residency.renew()

@@ -5,7 +5,7 @@ All of them have the scheduler's `tree_cache`, so hooks find the state there.
 """
 
 from array import array
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from functools import cached_property
 from typing import Any, Protocol
 
@@ -19,6 +19,7 @@ from sgl_ext.engine.scheduler import state
 from sgl_ext.engine.scheduler.event_publisher import EventPublisher, PublishedCache
 from sgl_ext.engine.scheduler.pins import PinPressure
 from sgl_ext.engine.sglang_types import PrefillAdder, Req, TreeCache
+from sgl_ext.engine.tiers.leaving import Leaving
 from sgl_ext.settings.reloading import with_values
 from sgl_ext.settings.schema import EngineSettings
 from sgl_ext.tenants import Tenants
@@ -35,6 +36,8 @@ class ExtendedCache(PublishedCache, Protocol):
 
     def limit_pins(self, settings: EngineSettings) -> None: ...
     def unread_tokens(self) -> Unread: ...
+    def worth_storing(self) -> list[Any]: ...
+    def leave(self, nodes: Iterable[Any]) -> Leaving: ...
 
 
 class SchedulerExtension:
@@ -53,6 +56,7 @@ class SchedulerExtension:
     load_share: what a token costs that the host loads, as a share of a computed one.
     token_s: how long a token is computed; 0.0 if unknown. Both are measured, and the same on all
         ranks.
+    leaving: what stores the cache in the shared tier, while the engine ends.
     wanted: on the entry rank, the orders of the HTTP process that are not carried out yet.
     """
 
@@ -73,6 +77,7 @@ class SchedulerExtension:
         self.are_slices_expected = False
         self.load_share, self.token_s = PRIOR, 0.0
         self.wanted = Orders()
+        self.leaving: Leaving | None = None
 
     @property
     def pressure(self) -> PinPressure | None:

@@ -44,8 +44,11 @@ def send_orders(aborts: list[Any], scheduler: Scheduler) -> list[Any]:
         or scheduler.waiting_queue
         or not scheduler.running_batch.is_empty()
     )
-    is_wanted = wanted.unpin or wanted.settings
-    return [*aborts, Order(now_s, *wanted, *costs)] if is_due or is_wanted else aborts
+    is_wanted = wanted.unpin or wanted.settings or wanted.store
+    if not (is_due or is_wanted):
+        return aborts
+    store = tuple(cache.worth_storing()) if wanted.store else None
+    return [*aborts, Order(now_s, wanted.unpin, wanted.settings, store, *costs)]
 
 
 def take_orders(
@@ -65,6 +68,12 @@ def take_orders(
             pins.release_named(order.unpin)
             extension.change(order.settings)
             extension.load_share, extension.token_s = order.load_share, order.token_s
+            if order.store is not None and extension.cache is not None:
+                extension.leaving = extension.cache.leave(order.store)
+    if extension.leaving is not None and extension.leaving.step():
+        extension.leaving = None
+        if extension.publisher is not None:
+            extension.publisher.stored()
     original(scheduler, requests)
 
 

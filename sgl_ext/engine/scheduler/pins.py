@@ -79,10 +79,12 @@ class PinLock:
 
 
 class PinMemory:
-    """The memory of pins in one cache. copies: of its prefixes; None where pins have none."""
+    """The memory of pins in one cache. copies: of its prefixes; None where pins have none. lease:
+    has the tier that engines share keep the prefix of a node for so many seconds."""
 
     def __init__(self, tree: Tree) -> None:
         self.copies: HostCopies | None = None
+        self.lease: Callable[[Any, float], None] = lambda node, ttl_s: None
         self._tree = tree
 
     def is_evicted(self, pin: Pin) -> bool:
@@ -237,6 +239,7 @@ class PinKeeper:
         if pin is None:
             self._decline(reason)
             return
+        self.memory.lease(pin.label.node, ttl_s)
         self._count("pins_granted" if granted.is_new else "pins_renewed")
         self._note(pin.prefix, pin)
 

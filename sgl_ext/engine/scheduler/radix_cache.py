@@ -6,7 +6,7 @@ Thin: it reports what happens in the tree to `radix.residency` and to the pins, 
 import time
 from array import array
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import partial
 from operator import add
@@ -36,6 +36,7 @@ from sgl_ext.engine.sglang_types import (
     TreeCore,
 )
 from sgl_ext.engine.tiers.host_tier import HostCopies, Loads, count_cached
+from sgl_ext.engine.tiers.leaving import Leaving
 from sgl_ext.engine.tiers.shared_pages import shared_pages_of
 from sgl_ext.settings.schema import EngineSettings
 from sgl_ext.wire.hints import Hints
@@ -117,6 +118,7 @@ class ExtendedRadixCache(sglang_api.UnifiedRadixCache):
             self.pins.cannot_spill = "host memory mode"
         else:
             self.pins.memory.copies = copies = HostCopies(self)
+            self.pins.memory.lease = self._lease
             self.host_tokens = copies.size
             self.limit_pins(EngineSettings.from_environment())
 
@@ -230,6 +232,24 @@ class ExtendedRadixCache(sglang_api.UnifiedRadixCache):
         ahead, guessed = self._computed_ahead.unread(core.evicted)
         worthless = guessed + sum(tokens for _, tokens in resident)
         return Unread(ahead, min(worthless, self.full_evictable_size()))
+
+    def worth_storing(self) -> list[Any]:
+        """The nodes at the ends of prefixes that will be read again: of pins, and then of those
+        that were used last."""
+        if shared_pages_of(self) is None:
+            return []
+        pinned = [pin.label.node for pin in self.pins.pins]
+        return [*pinned, *(self.residency.leaves() if self.residency is not None else ())]
+
+    def leave(self, nodes: Iterable[Any]) -> Leaving:
+        """Stores the prefixes that end there, as the engine ends."""
+        if (tier := shared_pages_of(self)) is not None:
+            tier.switch.is_patient = True
+        return Leaving(self, nodes)
+
+    def _lease(self, node: Any, ttl_s: float) -> None:
+        if (tier := shared_pages_of(self)) is not None:
+            tier.keep(self.tree_core, node, ttl_s)
 
     def is_evicted(self, node: Any) -> bool:
         """Whether a node is no longer in device memory."""

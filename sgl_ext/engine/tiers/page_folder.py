@@ -1,4 +1,4 @@
-"""Pages in a folder of shared memory, which several processes write, read and evict.
+"""Pages in a folder, on a tmpfs or on a disk, which several processes write, read and evict.
 
     FOLDER/ledger          the bytes of all pages, and the lock of who changes them
     FOLDER/NAME SPACE/PAGE one page: a header with its length and checksum, then its bytes
@@ -20,9 +20,15 @@ moment, a page for each thread; and files that are removed from outside stay boo
 corrects all three. The pages are listed when a process opens the folder, and when room is needed
 and none of the last listing is left.
 
+A page may be kept until some time (`NameSpace.keep`). It then counts as used at that time: so it is
+evicted after all that were used, and those that are kept for a shorter time go first.
+
 When a page does not fit, the least recently used are evicted. The lock is the kernel's: it ends
 with the process that holds it. While that process is stopped, others wait for PATIENCE_S at most,
 and then fail.
+
+On a disk the system's page cache has what was written and read last, and writes it to the disk
+later. What a machine had not written when its power went off does not match its checksum.
 """
 
 import errno
@@ -49,6 +55,7 @@ _BLOCK_BYTES, _INODE_BYTES = 4096, 1024
 _MOST_LISTED = 8192
 PATIENCE_S = 10.0
 _LONGEST_PAUSE_S = 0.05
+_SPARE = 64
 
 
 def cost_of(size: int) -> int:
@@ -111,14 +118,23 @@ class Ledger:
         os.close(self._file)
 
     def _make_room(self, used: int, size: int) -> int:
-        """Evicts pages until `size` fits, or none is left. Returns what is used then."""
+        """Evicts pages until `size` fits, or none is left. Returns what is used then.
+
+        A listing says nothing of pages that were written after it. Those go before a page that is
+        kept, so before one is evicted the pages are listed again; and then several are evicted, as
+        listing takes time.
+        """
         freed: list[int] = []
-        is_listed = False
+        is_listed, now_ns = False, time.time_ns()
         while used + size > self._budget_bytes:
             if not self._oldest:
                 if is_listed:
                     break
                 used, is_listed = self._list(), True
+                continue
+            if self._oldest[0].used_ns > now_ns and not is_listed:
+                used, is_listed = self._list(), True
+                size += self._budget_bytes // _SPARE if self._oldest[0].used_ns > now_ns else 0
                 continue
             page = self._oldest.popleft()
             with suppress(OSError):  # another process evicted it
@@ -207,6 +223,8 @@ class Read(StrEnum):
     MISSED = "missed"
     CORRUPT = "corrupt"
     """Its length or its checksum was wrong. It was removed."""
+    FAILED = "failed"
+    """The disk could not read it."""
 
 
 class PageFolder:
@@ -231,7 +249,8 @@ class PageFolder:
         except OSError as error:
             reason = error.strerror or str(error)
             if error.errno in (errno.EOPNOTSUPP, errno.EISDIR):
-                reason = "its file system has no files without names (O_TMPFILE); use a tmpfs"
+                reason = "its file system has no files without names (O_TMPFILE); "
+                reason += "use ext4, XFS or a tmpfs"
             raise FolderError(f"{root}: {reason}") from None
         self._root = root
 
@@ -278,8 +297,20 @@ class NameSpace:
 
     def touch(self, name: str, used_ns: int) -> bool:
         """Records the use of a page. Returns whether it is there."""
+        return self._set_used(name, used_ns, self._folder)
+
+    def keep(self, name: str, until_ns: int) -> bool:
+        """Keeps a page until this time, or for longer if it is kept for longer already. Returns
+        whether it is there."""
+        return self.touch(name, until_ns)
+
+    @staticmethod
+    def _set_used(file: str | int, used_ns: int, folder: int | None = None) -> bool:
         try:
-            os.utime(name, ns=(used_ns, used_ns), dir_fd=self._folder)
+            # A time in the future is the end of a lease.
+            found_ns = os.stat(file, dir_fd=folder).st_mtime_ns
+            if found_ns <= used_ns or found_ns <= time.time_ns():
+                os.utime(file, ns=(used_ns, used_ns), dir_fd=folder)
         except OSError:
             return False
         return True
@@ -330,10 +361,11 @@ class NameSpace:
             return Read.MISSED
         try:
             if self._is_read(file, name, page):
-                os.utime(file, ns=(used_ns, used_ns))
+                self._set_used(file, used_ns)
                 return Read.READ
-        except OSError:
-            pass
+        except OSError as error:
+            if error.errno == errno.EIO:
+                return Read.FAILED
         finally:
             os.close(file)
         self.drop(name)

@@ -4,7 +4,7 @@ An engine stores the pages of a prefix when it has copied them to its host memor
 is sent the same prefix reads them into its own host memory, in place of computing them.
 
     device <--> host memory <--> pages in shared memory <--> host memory <--> device
-    one engine                                               another one
+    one engine                   or on a disk                another one
 
 SGLang names a page by the hash of all tokens up to its end and of the request's name space
 (`extra_key`, `cache_salt`), so tenants do not meet here. Engines meet if they are alike: pages are
@@ -15,6 +15,9 @@ looks pages up. The scheduler's own thread only hands segments over, and takes w
 
 Stored pages end when an engine's weights change while it serves: nothing says which weights it has
 later. A page is written from the host pool and read into it without a copy.
+
+A pin's pages are kept for its lease: other pages are evicted before them. A pin is granted before
+its pages are written, so a lease waits until they are there.
 """
 
 import logging
@@ -27,12 +30,13 @@ from functools import cache
 from hashlib import sha256
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 from weakref import WeakSet
 
 import orjson
 
 from radix.residency_changes import Stored
+from scheduler.tier_switch import Off, TierSwitch
 from sgl_ext.engine import sglang_api
 from sgl_ext.engine.arguments import in_effect
 from sgl_ext.engine.core.counters import counter, gauge
@@ -54,11 +58,12 @@ from sgl_ext.sizing.model import SizingError, model_folder
 # Equal tokens have other keys and values, or other bytes, if one of these differs.
 _ARGUMENTS = (
     *("attention_backend", "decode_attention_backend", "prefill_attention_backend", "dtype"),
+    *("chat_template", "tokenizer_path"),
     *("json_model_override_args", "kv_cache_dtype", "load_format", "model_impl"),
     *("model_loader_extra_config", "model_path", "quantization", "quantization_param_path"),
     "revision",
 )
-_WEIGHTS = {".safetensors", ".bin", ".pt", ".pth", ".gguf", ".json"}
+_FILES = {".safetensors", ".bin", ".pt", ".pth", ".gguf", ".json", ".jinja"}
 
 
 def digest(*facts: Any) -> str:
@@ -78,7 +83,7 @@ def _files(model: str) -> Iterator[tuple[str, int, int]]:
     with suppress(SizingError, OSError):
         folder = Path(model) if Path(model).is_dir() else model_folder(model)
         for path in sorted(folder.iterdir()):
-            if path.suffix in _WEIGHTS:
+            if path.suffix in _FILES:
                 found = path.stat()
                 yield path.name, found.st_size, found.st_mtime_ns
 
@@ -165,10 +170,28 @@ _USED_TOGETHER_NS = 10_000_000_000
 # Pages of the prefix before those of a call whose use is recorded with it.
 _MOST_TOUCHED = 4096
 _MOST_READS = 64
+_MOST_LEASES = 64
+
+
+_WORDS = {
+    Off.FULL: "has no room: pages are read and not written",
+    Off.FAILING: "cannot be read or written: it is off, and is tried again each minute",
+    Off.BEHIND: "is slower than what is to be written: pages are left out until nothing waits",
+}
+
+
+class Lease(NamedTuple):
+    """The pages of a pinned prefix, from its first one on, and until when they are kept."""
+
+    pages: Sequence[str]
+    until_ns: int
 
 
 class SharedPages(sglang_api.HiCacheStorage):
-    """The storage of one rank of an engine. reads: tokens and seconds of the latest reads."""
+    """The storage of one rank of an engine. reads: tokens and seconds of the latest reads.
+
+    switch: whether pages are read and written.
+    """
 
     _pages: HostPages
     _space: NameSpace
@@ -182,6 +205,9 @@ class SharedPages(sglang_api.HiCacheStorage):
         self._is_retired = False
         self._last_stored: str | None = None
         self.reads: deque[tuple[int, float]] = deque(maxlen=_MOST_READS)
+        self.switch = TierSwitch()
+        self._shown: Off | None = None
+        self._leases: deque[Lease] = deque()
         gauge("table_limit").labels("shared_tier", "bytes").set(budget_bytes)
         note_storage(self)
         log.info("the tier shared by the engines of this machine is %s", folder)
@@ -218,15 +244,36 @@ class SharedPages(sglang_api.HiCacheStorage):
             pages = tree.get_prefix_hash_values(node) + tree.get_hash_values(node)
             self._notes.add(segments, pages)
 
+    def keep(self, tree: TreeCore, node: Any, left_s: float) -> None:
+        """Keeps the pages of the prefix that ends at this node for so long."""
+        if len(self._leases) == _MOST_LEASES:
+            counter("shared_tier_leases_dropped").inc()
+        elif not self._is_retired:
+            pages = tree.get_prefix_hash_values(node) + tree.get_hash_values(node)
+            self._leases.append(Lease(pages, time.time_ns() + int(left_s * 1e9)))
+
+    def _apply_leases(self) -> None:
+        """Applies the leases whose pages are there. The others wait until their end."""
+        now_ns = time.time_ns()
+        for _ in range(len(self._leases)):
+            lease = self._leases.popleft()
+            *before, last = lease.pages or [""]
+            if self._space.keep(last, lease.until_ns - len(before)):
+                for depth, page in enumerate(before):
+                    self._space.keep(page, lease.until_ns - depth)
+            elif now_ns < lease.until_ns:
+                self._leases.append(lease)
+
     def batch_exists(self, keys: list[str], extra_info: StorageExtraInfo | None = None) -> int:
         """How many of the keys are there, counted from the first up to one that is not."""
-        if self._is_retired:
+        if self._is_retired or not self.switch.may_read(time.monotonic()):
             return 0
         there = (n for n, key in enumerate(keys) if self._space.used_ns(key) is None)
         found = next(there, len(keys))
         _count("missed", len(keys) - found)
         self._touch_prefix(_prefix(extra_info))
         self._notes.write(_used_ns())  # of prompts that add no page
+        self._apply_leases()
         return found
 
     def batch_get_v1(
@@ -234,14 +281,19 @@ class SharedPages(sglang_api.HiCacheStorage):
     ) -> list[bool]:
         """Reads pages into the pool's memory, up to the first that is not there or is corrupt."""
         began_s, used_ns = time.perf_counter(), _used_ns() - len(_prefix(extra_info))
-        read = 0
-        if not self._is_retired:
+        read, may_read = 0, self.switch.may_read(time.monotonic())
+        if may_read and not self._is_retired:
             for key, parts in zip(keys, self._pages.parts(host_indices), strict=True):
                 result = self._space.get(key, parts, used_ns - read)
                 _count(result)
+                if result is Read.FAILED:
+                    self.switch.failed(Off.FAILING, time.monotonic())
                 if result is not Read.READ:
                     break
                 read += 1
+        if read:
+            self.switch.worked((Off.FAILING,))
+        self._show()
         took_s = time.perf_counter() - began_s
         self.reads.append((read * self._pages.tokens, took_s))
         self._count_moved("read", read, took_s)
@@ -257,16 +309,28 @@ class SharedPages(sglang_api.HiCacheStorage):
         self._last_stored = keys[-1] if keys else None
         began_s, used_ns = time.perf_counter(), _used_ns() - len(prefix)
         stored = written = 0
-        if not self._is_retired:
+        may_write = self.switch.begin_write(time.monotonic())
+        if not may_write:
+            is_full = self.switch.why is Off.FULL
+            _count(Written.REFUSED if is_full else "skipped", len(keys))
+        elif not self._is_retired:
             for key, parts in zip(keys, self._pages.parts(host_indices), strict=True):
                 result = self._space.put(key, parts, used_ns - stored)
                 _count(result)
                 if result not in (Written.WRITTEN, Written.KNOWN):
+                    why = Off.FAILING if result is Written.FAILED else Off.FULL
+                    self.switch.failed(why, time.monotonic())
                     break
                 written += result is Written.WRITTEN
                 stored += 1
+        if written:
+            self.switch.worked((Off.FULL, Off.FAILING))
+        self.switch.end_write(time.monotonic())
+        self._show()
         self._count_moved("written", written, time.perf_counter() - began_s)
-        self._notes.write(_used_ns())
+        if may_write:
+            self._notes.write(_used_ns())
+        self._apply_leases()
         gauge("table_size").labels("shared_tier", "bytes").set(self._folder.used_bytes)
         return [n < stored for n in range(len(keys))]
 
@@ -287,6 +351,17 @@ class SharedPages(sglang_api.HiCacheStorage):
             counter("shared_tier_bytes").labels(operation).inc(pages * self._pages.bytes)
             counter("shared_tier_tokens").labels(operation).inc(pages * self._pages.tokens)
             counter("shared_tier_seconds").labels(operation).inc(seconds)
+
+    def _show(self) -> None:
+        """Logs that the tier was turned off or on, and shows it."""
+        why = self.switch.why
+        if why is self._shown:
+            return
+        for each in Off:
+            gauge("shared_tier_off").labels(each.value).set(each is why)
+        what = "is used again" if why is None else _WORDS[why]
+        log.warning("sgl-ext: the shared tier in %s %s", self._space.path.parent, what)
+        self._shown = why
 
     def retire(self) -> None:
         """Neither reads nor writes from now on."""

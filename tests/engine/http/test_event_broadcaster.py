@@ -218,6 +218,34 @@ async def test_subscribers_learn_which_caches_are_off() -> None:
     assert [read.get("caches_off") for read in later.lines] == [["tokens"], None, []]
 
 
+async def test_a_tier_that_is_off_is_shown_with_the_caches() -> None:
+    broadcaster = EventBroadcaster()
+    first = Reader(broadcaster)
+    await first.have(2)
+    broadcaster.show_caches_off(["tokens"])
+    broadcaster.apply(line(tiers_off=["shared tier (full)"]))
+    broadcaster.show_caches_off(["tokens"])
+    broadcaster.show_caches_off([])
+    broadcaster.apply(line(tiers_off=[]))
+    await first.have(6)
+    broadcaster.close()
+    await first.task
+    shown = [read["caches_off"] for read in first.lines if "caches_off" in read]
+    off = "shared tier (full)"
+    assert shown == [["tokens"], ["tokens", off], [off], []]
+    assert not any("tiers_off" in read for read in first.lines)
+
+
+async def test_who_ends_the_engine_learns_that_all_is_stored() -> None:
+    broadcaster = EventBroadcaster()
+    assert not broadcaster.has_shared_tier
+    broadcaster.apply(line(publishes=[], shared_pages="/tier/kv-1"))
+    assert broadcaster.has_shared_tier
+    assert not broadcaster.stored_all.is_set()
+    broadcaster.apply(line(stored_all=True))
+    assert broadcaster.stored_all.is_set()
+
+
 async def test_a_later_subscriber_gets_the_state_after_all_lines() -> None:
     broadcaster = EventBroadcaster()
     broadcaster.apply(line(stored=[[A, None, 5], [B, A, 9], [C, B, 12]]))

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from scheduler.load_cost import ENOUGH, LoadCost
+from scheduler.tier_switch import Off, TierSwitch
 from sgl_ext.engine.scheduler import event_publisher
 from sgl_ext.engine.scheduler.event_publisher import EventPublisher
 
@@ -37,7 +38,9 @@ def test_used_tokens_alone_are_sent_once_a_second(monkeypatch: pytest.MonkeyPatc
 def test_a_shared_tier_is_named_first_and_what_reads_cost_when_that_changes(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    tier = SimpleNamespace(machine="m", path="/dev/shm/tier/kv-1", reads=deque[tuple[int, float]]())
+    reads = deque[tuple[int, float]]()
+    switch = TierSwitch()
+    tier = SimpleNamespace(machine="m", path="/dev/shm/tier/kv-1", reads=reads, switch=switch)
     cost = LoadCost()
     cache: Any = SimpleNamespace(
         cache_controller=object(),
@@ -72,3 +75,10 @@ def test_a_shared_tier_is_named_first_and_what_reads_cost_when_that_changes(
     assert (first["load_share"], first["shared_share"]) == (0.1, 0.3)
     assert (second["load_share"], second["shared_share"]) == (0.1, 0.2)
     assert first["load"]["host_capacity_tokens"] == 500
+    switch.failed(Off.FULL, 9.0)
+    for now_s in (10.0, 11.0):
+        publisher.publish(now_s, load_share=0.1)
+    switch.worked((Off.FULL,))
+    publisher.publish(12.0, load_share=0.1)
+    shown = [line["tiers_off"] for line in sent if "tiers_off" in line]
+    assert shown == [["shared tier (full)"], []]

@@ -12,6 +12,7 @@ import stat
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -256,6 +257,80 @@ def test_a_folder_that_is_removed_makes_misses_and_failures(root: Path) -> None:
     assert read(space, "4", 1000) is Read.MISSED
     assert space.put("5", parts(bytes(1000)), 6) in (Written.FAILED, Written.REFUSED)
     assert not space.touch("4", 7)
+
+
+def test_a_page_that_is_kept_is_evicted_after_all_that_are_not(root: Path) -> None:
+    space, now_ns = PageFolder(root, 3 * cost_of(124)).name_space("kv"), time.time_ns()
+    hour_ns = 3_600_000_000_000
+    for name in "abc":
+        assert space.put(name, parts(bytes(100)), now_ns) is Written.WRITTEN
+    assert space.keep("a", now_ns + 2 * hour_ns)
+    assert space.keep("b", now_ns + hour_ns)
+    assert not space.keep("missing", now_ns + hour_ns)
+    assert space.keep("a", now_ns + hour_ns), "it is kept for longer already"
+    assert read(space, "a", 100, now_ns + 5) == bytes(100), "a read ends no lease"
+    assert space.put("b", parts(bytes(100)), now_ns + 6) is Written.KNOWN
+    for number in range(9):
+        assert space.put(str(number), parts(bytes(100)), now_ns + number) is Written.WRITTEN
+        assert {path.name for path in files(root)} == {"a", "b", str(number)}
+    for name in "de":
+        space.put(name, parts(bytes(100)), now_ns)
+        assert space.keep(name, now_ns + 3 * hour_ns)
+    assert {path.name for path in files(root)} == {"d", "e"}, "the shorter leases go first"
+
+
+def test_a_page_whose_lease_has_ended_is_used_as_any(root: Path) -> None:
+    space = PageFolder(root, MIB).name_space("kv")
+    assert space.put("a", parts(b"page"), 1) is Written.WRITTEN
+    assert space.keep("a", time.time_ns() - 1)
+    assert space.touch("a", 5)
+    assert space.used_ns("a") == 5
+
+
+def test_a_disk_that_cannot_read_a_page_keeps_it(
+    root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    space = PageFolder(root, MIB).name_space("kv")
+    space.put("a", parts(b"page"), 1)
+
+    def broken(*_: object) -> int:
+        raise OSError(errno.EIO, "Input/output error")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(os, "readv", broken)
+        assert read(space, "a", 4) is Read.FAILED
+    assert read(space, "a", 4) == b"page"
+
+
+@pytest.mark.parametrize("call", ["open", "writev", "utime", "link"])
+def test_a_process_that_is_killed_while_it_writes_leaves_a_whole_page_or_none(
+    root: Path, call: str
+) -> None:
+    """At each system call of a write, the last of which gives the page its name."""
+    script = f"""
+import os, signal, sys; sys.path.insert(0, {os.getcwd()!r})
+from pathlib import Path
+from sgl_ext.engine.tiers.page_folder import PageFolder
+space = PageFolder(Path({str(root)!r}), 1 << 20).name_space("kv")
+space.put("before", [memoryview(b"whole")], 1)
+original = os.{call}
+def killed(*args, **kwargs):
+    if sys.argv[1] == "after":
+        original(*args, **kwargs)
+    os.kill(os.getpid(), signal.SIGKILL)
+space.touch = lambda *_: False
+os.{call} = killed
+space.put("a", [memoryview(bytes(50_000))], 1)
+"""
+    for when in ("before", "after"):
+        done = subprocess.run([sys.executable, "-c", script, when], check=False)
+        assert done.returncode == -signal.SIGKILL
+        pages = PageFolder(root, MIB)
+        space = pages.name_space("kv")
+        is_named = call == "link" and when == "after"
+        assert read(space, "a", 50_000) == (bytes(50_000) if is_named else Read.MISSED)
+        assert read(space, "before", 5) == b"whole"
+        assert pages.used_bytes == on_disk(root), "the next process counts what there is"
 
 
 def test_a_process_that_is_stopped_with_the_lock_delays_writes_for_a_limited_time(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import tempfile
@@ -118,6 +119,7 @@ def test_pages_are_counted_by_what_became_of_them(open_tier: Open, root: Path) -
         {"tp_rank": 1},
         {"pp_rank": 1},
         {"kv_cache_dtype": "fp8_e5m2"},
+        {"chat_template": "another.jinja"},
         {"revision": "another"},
         {"quantization": "fp8"},
         {"pool": lambda: mha("page_first", PAGE)},
@@ -221,6 +223,99 @@ def test_sglang_accepts_what_the_launcher_gives_it(
     made = StorageBackendFactory.create_backend("dynamic", config, None)
     assert type(made).__name__ == "SharedPages"
     assert json.loads(raw)["budget_bytes"] == 1 << 20
+
+
+# Faults
+
+
+def off(why: str) -> float:
+    return REGISTRY.get_sample_value("sgl_ext_shared_tier_off", {"why": why}) or 0.0
+
+
+def failing(code: int) -> Callable[..., Any]:
+    def call(*_: object, **__: object) -> Any:
+        raise OSError(code, os.strerror(code))
+
+    return call
+
+
+@pytest.mark.parametrize(
+    ("call", "code", "why"),
+    [("writev", errno.ENOSPC, "full"), ("writev", errno.EIO, "failing")],
+)
+def test_a_disk_that_takes_no_page_turns_the_tier_off_by_name_for_a_minute(
+    open_tier: Open, monkeypatch: pytest.MonkeyPatch, call: str, code: int, why: str
+) -> None:
+    tier, clock = open_tier(), [1000.0]
+    monkeypatch.setattr(shared_pages.time, "monotonic", lambda: clock[0])
+    with monkeypatch.context() as patched:
+        patched.setattr(os, call, failing(code))
+        assert not any(tier.batch_set_v1(KEYS[:1], ALL[:PAGE]))
+    assert tier.switch.why == why
+    assert off(why) == 1
+    assert not any(tier.batch_set_v1(KEYS, ALL)), "it is not tried at once"
+    clock[0] += 61
+    assert all(tier.batch_set_v1(KEYS, ALL))
+    assert tier.switch.why is None
+    assert off(why) == 0
+
+
+def test_a_disk_that_cannot_be_read_is_a_miss_and_turns_the_tier_off(
+    open_tier: Open, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tier, clock = open_tier(), [1000.0]
+    monkeypatch.setattr(shared_pages.time, "monotonic", lambda: clock[0])
+    tier.batch_set_v1(KEYS, ALL)
+    with monkeypatch.context() as patched:
+        patched.setattr(os, "readv", failing(errno.EIO))
+        assert tier.batch_get_v1(KEYS, ALL) == [False] * 3
+    assert off("failing") == 1
+    assert tier.batch_exists(KEYS) == 0
+    assert tier.batch_get_v1(KEYS, ALL) == [False] * 3
+    clock[0] += 61
+    assert tier.batch_exists(KEYS) == 3
+    assert tier.batch_get_v1(KEYS, ALL) == [True] * 3
+    assert off("failing") == 0
+
+
+# Leases
+
+
+class Tree:
+    """A tree core with one prefix."""
+
+    def get_prefix_hash_values(self, node: int) -> list[str]:
+        return KEYS[: node - 1]
+
+    def get_hash_values(self, node: int) -> list[str]:
+        return [KEYS[node - 1]]
+
+
+def test_the_pages_of_a_pin_outlive_a_flood_as_long_as_its_lease(
+    open_tier: Open, root: Path
+) -> None:
+    budget = {"folder": str(root), "budget_bytes": 4 * (4096 + 1024)}
+    tier = open_tier(extra_config=budget)
+    tier.keep(Tree(), 2, 3600.0)  # before its pages are written
+    tier.batch_set_v1(KEYS[:2], ALL[: 2 * PAGE])
+    for number in range(8):
+        assert tier.batch_set_v1([f"{number}" * 64], ALL[:PAGE]) == [True]
+        assert tier.batch_exists(KEYS[:2]) == 2
+    again = open_tier(extra_config=budget)  # the engine was restarted
+    for number in range(8):
+        again.batch_set_v1([f"{number}x" * 32], ALL[:PAGE])
+    assert again.batch_exists(KEYS[:2]) == 2
+
+
+def test_leases_that_wait_for_their_pages_are_bounded_and_counted(open_tier: Open) -> None:
+    name = "sgl_ext_shared_tier_leases_dropped_total"
+    tier, before = open_tier(), REGISTRY.get_sample_value(name) or 0.0
+    for _ in range(shared_pages._MOST_LEASES + 3):
+        tier.keep(Tree(), 3, 3600.0)
+    assert REGISTRY.get_sample_value(name) == before + 3
+    tier.batch_set_v1(KEYS, ALL)
+    tier.keep(Tree(), 3, 3600.0)
+    assert REGISTRY.get_sample_value(name) == before + 3
 
 
 # Tenants
