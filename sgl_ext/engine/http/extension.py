@@ -117,9 +117,10 @@ class HttpExtension:
         """Has the schedulers store what they hold in the tier that engines share, and waits for
         that. Whoever ends the engine limits the wait: what matters most is stored first."""
         sharing = [each for each in self.broadcasters if each.has_shared_tier]
-        for each in sharing:
+        outboxes = [Outbox(each.rank) for each in sharing]  # what one sends ends with it
+        for outbox in outboxes:
             with suppress(zmq.Again):  # a scheduler that reads no orders stores nothing
-                Outbox(each.rank).store()
+                outbox.store()
         stored = asyncio.gather(*(each.stored_all.wait() for each in sharing))
         with suppress(TimeoutError):
             await asyncio.wait_for(stored, _LONGEST_STORE_S)
