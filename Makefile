@@ -21,7 +21,8 @@ OTHER := $(VENV)/.ready$(if $(GPU),,-gpu)
 CALM := $(if $(CI),--quiet)
 
 MODEL ?= .models/tiny
-TEST_PROCESSES ?= 2
+# One more than cores: a test often waits for another process.
+TEST_PROCESSES ?= 3
 INSTANCES ?= 2
 AUDIT_URL ?= https://api.osv.dev/v1/querybatch
 CONFIG ?= $(if $(GPU),launch/gpu.toml,launch/cpu.toml)

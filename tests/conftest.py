@@ -8,14 +8,14 @@ import os
 import warnings
 from collections import Counter
 from collections.abc import Iterator, Mapping
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import hypothesis
 import pytest
 from sgl_ext_cpu.node import FORKING, ROOT, Node, StartNode, local_model, running_node
-from sgl_ext_cpu.nursery import Nursery
+from sgl_ext_cpu.nursery import Nursery, running_nursery
 
 from sgl_ext.engine.sglang_versions import STAND_INS, installed, put_stand_ins
 from tests import gpu_engines
@@ -39,6 +39,11 @@ os.environ |= {"SGLANG_PLATFORM": "sgl_ext_cpu", "CUDA_VISIBLE_DEVICES": ""}
 
 # What engines import of this checkout is imported once, in the nursery.
 OURS = ("sgl_ext.engine.hooks", "sgl_ext.engine.plugin", "sgl_ext.engine.scheduler.radix_cache")
+# One thread: the model is tiny, and threads that share too few cores wait for each other far longer
+# than they work. And it is too small for what a compiler takes.
+VARIABLES = {"OMP_NUM_THREADS": "1", "TORCH_COMPILE_DISABLE": "1"}
+
+ONE_FOR_ALL = pytest.StashKey[Nursery]()
 
 # Engines may be starting beside a property test: its speed is no assertion.
 hypothesis.settings.register_profile("sgl_ext", deadline=None, derandomize="CI" in os.environ)
@@ -91,10 +96,10 @@ def nursery(request: pytest.FixtureRequest) -> Iterator[Nursery | GpuEngines]:
             pytest.skip("there is no GPU that torch can use")
         yield engines
         return
-    # One thread: the model is tiny, and threads that share too few cores wait for each
-    # other far longer than they work. And it is too small for what a compiler takes.
-    environment = {"OMP_NUM_THREADS": "1", "TORCH_COMPILE_DISABLE": "1"}
-    with Nursery(environment=environment, modules=OURS) as started:
+    if path := getattr(request.config, "workerinput", {}).get("nursery"):
+        yield Nursery(path, VARIABLES)
+        return
+    with running_nursery(VARIABLES, OURS) as started:
         yield started
 
 
@@ -146,6 +151,19 @@ def engine(plain_engine: Engine) -> Engine:
     return plain_engine
 
 
+@pytest.hookimpl(optionalhook=True)
+def pytest_configure_node(node: Any) -> None:
+    """All processes of pytest-xdist fork engines from one nursery; it imports for the first."""
+    if node.config.getoption("--gpu"):
+        return
+    if ONE_FOR_ALL not in node.config.stash:
+        resources = ExitStack()
+        node.config.add_cleanup(resources.close)
+        shared = resources.enter_context(running_nursery(VARIABLES, OURS))
+        node.config.stash[ONE_FOR_ALL] = shared
+    node.workerinput["nursery"] = node.config.stash[ONE_FOR_ALL].path
+
+
 @pytest.hookimpl(trylast=True)
 def pytest_terminal_summary(terminalreporter: Any) -> None:
     """Ends with what was skipped, and the command that installs what it waits for."""
@@ -191,7 +209,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             alone = item.nodeid if "bench_with_engines" in fixtures else str(item.path)
             item.add_marker(pytest.mark.xdist_group(shared[0] if shared else alone))
     if hasattr(config, "workerinput"):
-        # The longest groups first, so that both processes end at about the same time.
+        # The longest groups first, so that all processes end at about the same time.
         items.sort(key=_order)
 
 

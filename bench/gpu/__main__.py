@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import Any
 
 from sgl_ext_cpu.node import ROOT, is_healthy, local_model
-from sgl_ext_cpu.nursery import Nursery
+from sgl_ext_cpu.nursery import running_nursery
 
 from bench.gpu.groups import GROUPS
 from bench.gpu.machine import Machine, find_machine, with_model
@@ -254,7 +254,7 @@ def _forked(machine: Machine, folder: Path) -> Iterator[dict[str, str]]:
         return
     with (
         (folder / "nursery.log").open("wb") as log,
-        Nursery({"OMP_NUM_THREADS": "1"}, errors=log) as nursery,
+        running_nursery({"OMP_NUM_THREADS": "1"}, errors=log) as nursery,
     ):
         yield nursery.environment
 

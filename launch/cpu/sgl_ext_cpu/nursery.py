@@ -4,7 +4,7 @@ A small server spends most of its start on imports in three processes: the serve
 and its detokenizer. A process that is forked after the imports starts at once, so tests that
 need many servers start them here:
 
-    with Nursery() as nursery:
+    with running_nursery() as nursery:
         server = nursery.start(["--model-path", path, "--port", "21000"], log=log)
         ...
         server.stop()
@@ -14,12 +14,14 @@ fork is safe, as no thread and no operator has run before it. Two things differ 
 is started by itself: its children have the hooks that plugins made in the server in addition to
 their own, and a variable that SGLang reads at import must be in the nursery's own environment.
 
-The nursery reads orders from its standard input, a line of JSON each, and answers each with a
-line. When standard input closes, it ends every server and then itself.
+A server is ordered at the nursery's Unix socket, by any process that knows its path: the command,
+the environment, the folder and the standard streams. A process that is forked for the order alone
+starts the server, answers with its process id, passes signals on (a byte each), and answers with
+its exit status. When the order's connection closes, it kills the server. The nursery imports SGLang
+at the first order, and ends when its standard input closes.
 
 A launcher starts its engines itself. With `Nursery.environment` in its environment, each engine's
-interpreter sends its command to the nursery's socket (`from_nursery/sitecustomize.py`), and the
-nursery forks the engine.
+interpreter orders itself (`from_nursery/sitecustomize.py`).
 """
 
 from __future__ import annotations
@@ -35,10 +37,10 @@ import socket
 import subprocess
 import sys
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
-from types import TracebackType
-from typing import IO, Any, NoReturn, TextIO
+from typing import IO, Any, NoReturn
 
 PRELOAD = (
     "sglang.launch_server",
@@ -58,56 +60,50 @@ _ON_THE_CPU = {"SGLANG_PLATFORM": "sgl_ext_cpu", "CUDA_VISIBLE_DEVICES": ""}
 class Server:
     """A server forked from a nursery, and the processes it started."""
 
-    def __init__(self, nursery: Nursery, pid: int) -> None:
-        self.pid = pid
-        self._nursery = nursery
+    def __init__(self, connection: socket.socket) -> None:
+        self._connection = connection
+        self._status: int | None = None
+        self.pid = int.from_bytes(connection.recv(4), "big")
+        if not self.pid:
+            connection.close()
+            raise RuntimeError("the nursery has ended")
 
     def running(self) -> bool:
         """Whether its first process still runs."""
         return self.exit_status() is None
 
     def exit_status(self) -> int | None:
-        """Its first process's exit status, negative for a signal; None while it runs."""
-        status: int | None = self._nursery.ask({"status": self.pid})
-        return status
+        """Its first process's exit status, negative for a signal; None while it runs. The others
+        end with the first."""
+        if self._status is None and select.select([self._connection], [], [], 0)[0]:
+            with self._connection:
+                self._status = read_status(self._connection)
+        return self._status
 
     def stop(self) -> None:
         """Kill it and all its processes. Can be called again."""
-        self._nursery.ask({"stop": self.pid})
+        while self.running():
+            with contextlib.suppress(OSError):  # it ended a moment ago
+                self._connection.sendall(bytes([signal.SIGKILL]))
+            select.select([self._connection], [], [])
 
 
+@dataclass(frozen=True)
 class Nursery:
     """Starts servers from a process that has already imported SGLang.
 
-    `environment` adds to this process's variables. `modules` are imported in
-    addition to SGLang's own. `errors` gets what it prints. A context manager: leaving it ends
-    every server.
+    path: of its socket. variables: added to this process's in each server.
     """
 
-    def __init__(
-        self,
-        environment: Mapping[str, str] | None = None,
-        modules: Sequence[str] = (),
-        errors: IO[bytes] | None = None,
-    ) -> None:
-        self._folder = tempfile.TemporaryDirectory(prefix="nursery-")
-        path = os.path.join(self._folder.name, "socket")
-        with socket.socket(socket.AF_UNIX) as listener:
-            listener.bind(path)
-            listener.listen()
-            self._process = subprocess.Popen(
-                [sys.executable, "-m", __name__, str(listener.fileno()), *modules],
-                env={**os.environ, **_ON_THE_CPU, **(environment or {})},
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                stderr=errors,
-                text=True,
-                pass_fds=[listener.fileno()],
-            )
+    path: str
+    variables: Mapping[str, str] = field(default_factory=dict)
+
+    @property
+    def environment(self) -> dict[str, str]:
+        """The variables with which engines of launchers, too, are forked from this nursery."""
         hook = str(Path(__file__).with_name("from_nursery"))
         paths = filter(None, (hook, os.environ.get("PYTHONPATH")))
-        self.environment = {"SGLEXT_CPU_NURSERY": path, "PYTHONPATH": os.pathsep.join(paths)}
-        """The variables with which engines of launchers, too, are forked from this nursery."""
+        return {"SGLEXT_CPU_NURSERY": self.path, "PYTHONPATH": os.pathsep.join(paths)}
 
     def start(
         self,
@@ -120,94 +116,95 @@ class Nursery:
 
         Waits only for the nursery's imports, not until the server is ready.
         """
-        order = {
-            "start": module,
-            "flags": list(flags),
-            "log": str(log),
-            "environment": dict(environment or {}),
-        }
-        return Server(self, int(self.ask(order)))
+        whole = {**os.environ, **_ON_THE_CPU, **self.variables, **(environment or {})}
+        with log.open("ab") as output, open(os.devnull) as empty:
+            streams = empty.fileno(), output.fileno(), output.fileno()
+            return Server(order(self.path, module, flags, whole, streams))
 
-    def ask(self, order: dict[str, Any]) -> Any:
-        """Send one order and return the answer."""
-        assert self._process.stdin is not None
-        assert self._process.stdout is not None
-        self._process.stdin.write(json.dumps(order) + "\n")
-        self._process.stdin.flush()
-        answer = self._process.stdout.readline()
-        if not answer:
-            raise RuntimeError(f"the nursery ended with status {self._process.wait()}")
-        return json.loads(answer)
 
-    def close(self) -> None:
-        """End every server and the nursery. Can be called again."""
-        with self._process:  # closes both pipes and waits
-            self._folder.cleanup()
+@contextlib.contextmanager
+def running_nursery(
+    variables: Mapping[str, str] | None = None,
+    modules: Sequence[str] = (),
+    errors: IO[bytes] | None = None,
+) -> Iterator[Nursery]:
+    """A nursery that ends with the block. A server ends with the process that ordered it.
 
-    def __enter__(self) -> Nursery:
-        return self
+    variables: added to this process's. modules: imported in addition to SGLang's own. errors: gets
+    what it prints.
+    """
+    with tempfile.TemporaryDirectory(prefix="nursery-") as folder:
+        path = os.path.join(folder, "socket")
+        with socket.socket(socket.AF_UNIX) as listener:
+            listener.bind(path)
+            listener.listen()
+            process = subprocess.Popen(
+                [sys.executable, "-m", __name__, str(listener.fileno()), *modules],
+                env={**os.environ, **_ON_THE_CPU, **(variables or {})},
+                stdin=subprocess.PIPE,
+                stdout=errors,
+                stderr=errors,
+                pass_fds=[listener.fileno()],
+            )
+        with process:  # closes the pipe and waits
+            yield Nursery(path, dict(variables or {}))
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        self.close()
+
+def order(
+    path: str,
+    module: str,
+    flags: Sequence[str],
+    environment: Mapping[str, str],
+    streams: Sequence[int],
+) -> socket.socket:
+    """Orders a server of the nursery at this path; the connection on which it is answered."""
+    connection = socket.socket(socket.AF_UNIX)
+    try:
+        connection.connect(path)
+        data = json.dumps(
+            {
+                "start": module,
+                "flags": list(flags),
+                "environment": dict(environment),
+                "folder": os.getcwd(),
+            }
+        ).encode()
+        socket.send_fds(connection, [len(data).to_bytes(4, "big")], streams)
+        connection.sendall(data)
+    except BaseException:
+        connection.close()
+        raise
+    return connection
+
+
+def read_status(connection: socket.socket) -> int:
+    """The exit status at the end of an order's connection; that of a kill if there is none."""
+    try:
+        status = connection.recv(4)
+    except OSError:
+        status = b""
+    return int.from_bytes(status, "big", signed=True) if status else -signal.SIGKILL
 
 
 def main(listener_number: int, modules: Sequence[str]) -> None:
-    """Import everything, then follow orders until standard input closes."""
+    """Import everything at the first order, then fork until standard input closes."""
     listener = socket.socket(fileno=listener_number)
-    orders, answers = sys.stdin, os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)  # Output of an import must not look like an answer.
-    gc.disable()  # Imported modules are never garbage.
-    for module in (*PRELOAD, *modules):
-        __import__(module)
-    gc.freeze()
-    servers: set[int] = set()
+    sources = [sys.stdin.fileno(), listener.fileno()]
     supervisors: set[int] = set()
-    try:
-        while True:
-            ready, _, _ = select.select([orders.fileno(), listener.fileno()], [], [])
-            if listener.fileno() in ready:
-                supervisors = {one for one in supervisors if os.waitpid(one, os.WNOHANG)[0] == 0}
-                supervisors.add(_fork_supervisor(listener, orders, answers))
-                continue
-            if not (line := orders.readline()):
-                break
-            order = json.loads(line)
-            answer: int | bool | None = True
-            if "start" in order:
-                server = _fork(order, orders, answers)
-                servers.add(server)
-                answer = server
-            elif "status" in order:
-                server = order["status"]
-                answer = _exit_status(server) if server in servers else -signal.SIGKILL
-            elif order["stop"] in servers:
-                servers.remove(order["stop"])
-                _end(order["stop"])
-            print(json.dumps(answer), file=answers, flush=True)
-    finally:
-        for server in servers:
-            _end(server)
+    has_imported = False
+    while sys.stdin.fileno() not in select.select(sources, [], [])[0]:
+        if not has_imported:
+            gc.disable()  # Imported modules are never garbage.
+            for module in (*PRELOAD, *modules):
+                __import__(module)
+            gc.freeze()
+            has_imported = True
+        supervisors = {one for one in supervisors if os.waitpid(one, os.WNOHANG)[0] == 0}
+        supervisors.add(_fork_supervisor(listener))
 
 
-def _fork(order: dict[str, Any], orders: TextIO, answers: TextIO) -> int:
-    """Fork a server; return its process id, which names its process group too."""
-    child = os.fork()
-    if child:
-        return child
-    log = os.open(order["log"], os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
-    empty = os.open(os.devnull, os.O_RDONLY)
-    os.dup2(log, answers.fileno())
-    os.environ.update(order["environment"])
-    _become_server(order, (empty, log, log))
-
-
-def _fork_supervisor(listener: socket.socket, orders: TextIO, answers: TextIO) -> int:
-    """Fork a process that serves one interpreter that stands in for a server."""
+def _fork_supervisor(listener: socket.socket) -> int:
+    """Fork a process that follows one order."""
     client, _ = listener.accept()
     child = os.fork()
     if child:
@@ -215,9 +212,8 @@ def _fork_supervisor(listener: socket.socket, orders: TextIO, answers: TextIO) -
         return child
     try:
         listener.close()
-        empty = os.open(os.devnull, os.O_RDWR)
-        os.dup2(empty, orders.fileno())
-        os.dup2(empty, answers.fileno())
+        empty = os.open(os.devnull, os.O_RDONLY)
+        os.dup2(empty, sys.stdin.fileno())
         _supervise(client)
     except BaseException:
         import traceback
@@ -240,6 +236,7 @@ def _supervise(client: socket.socket) -> None:
         _become_server(order, streams)
     for stream in streams:
         os.close(stream)
+    client.sendall(server.to_bytes(4, "big"))
     ending = os.pidfd_open(server)
     while True:
         ready, _, _ = select.select([client.fileno(), ending], [], [])
@@ -303,22 +300,6 @@ def _load_plugins_again() -> None:
     from sglang.srt import plugins
 
     plugins._plugins_loaded = False
-
-
-def _exit_status(server: int) -> int | None:
-    ended = os.waitid(os.P_PID, server, os.WEXITED | os.WNOHANG | os.WNOWAIT)
-    if ended is None:
-        return None
-    return ended.si_status if ended.si_code == os.CLD_EXITED else -ended.si_status
-
-
-def _end(server: int) -> None:
-    """Kill a server's process group: on SIGTERM SGLang would first wait for a diagnosis."""
-    try:
-        os.killpg(server, signal.SIGKILL)
-    except ProcessLookupError:  # it was forked a moment ago, and has no group of its own yet
-        os.kill(server, signal.SIGKILL)
-    os.waitpid(server, 0)
 
 
 if __name__ == "__main__":

@@ -130,7 +130,7 @@ class Serving:
                 self._engine.gate.open()
 
     def is_level(self) -> bool:
-        load = self.watch.load
+        load = self.watch.load_now()
         return load["running"] == 0 and load["used_tokens"] == load["pinned_tokens"]
 
     def flush(self) -> None:
@@ -251,7 +251,7 @@ def test_a_mark_pins_the_prefilled_prompt(engine: Serving) -> None:
         until(
             lambda: len(requests.get(f"{engine.url}/v1/pins", timeout=HANG_S).json()["pins"]) == 1
         )
-        until(lambda: engine.watch.load["pinned_tokens"] > 380)
+        until(lambda: engine.watch.load_now()["pinned_tokens"] > 380)
     engine.flush()
 
 

@@ -109,7 +109,7 @@ class Pinning:
     def has_pinned(self, number: int, tokens: int = 0) -> list[dict[str, Any]]:
         """The pins, once there are so many, and the load that tells of them: of more `tokens`."""
         until(lambda: len(self.pins()) == number)
-        until(lambda: (self.watch.load["pinned_tokens"] > tokens) == (number > 0))
+        until(lambda: (self.watch.load_now()["pinned_tokens"] > tokens) == (number > 0))
         return self.pins()
 
     def unpin(self, **named: str) -> requests.Response:
@@ -139,7 +139,7 @@ class Pinning:
 
     def is_level(self) -> bool:
         """Whether nothing but pins takes memory; an iteration is told of after it."""
-        load = self.watch.load
+        load = self.watch.load_now()
         return load["running"] == 0 and load["used_tokens"] == load["pinned_tokens"]
 
     def flush(self) -> None:
@@ -377,7 +377,7 @@ def test_pins_are_given_up_by_prefix_and_by_session(engine: Pinning) -> None:
         assert refused.status_code == 400
         assert refused.json()["error"]["type"] == "invalid_request_error"
     assert engine.unpin(prefix=engine.pins()[0]["prefix"]).json() == {"deleted": 1}
-    until(lambda: engine.watch.load["pinned_tokens"] == 0)
+    until(lambda: engine.watch.load_now()["pinned_tokens"] == 0)
 
 
 def test_a_block_of_text_is_pinned_up_to_its_end(engine: Pinning) -> None:
@@ -695,4 +695,4 @@ def test_many_pins_stay_within_the_budget_and_leave_nothing(engine: Pinning) -> 
     deleted = engine.unpin(session="session").json()["deleted"]
     assert deleted > 50
     assert engine.pins() == []
-    until(lambda: engine.watch.load["used_tokens"] == 0)
+    until(lambda: engine.watch.load_now()["used_tokens"] == 0)

@@ -90,7 +90,7 @@ class Serving:
 
     def is_level(self) -> bool:
         """Whether nothing takes memory, runs or waits; an iteration is told of after it."""
-        load = self.watch.load
+        load = self.watch.load_now()
         return load["running"] == load["queued"] == load["used_tokens"] == 0
 
     def flush(self) -> None:

@@ -26,6 +26,7 @@ def stand_in(path: str, module: str, flags: list[str]) -> int:
         nursery.connect(path)
         socket.send_fds(nursery, [len(data).to_bytes(4, "big")], [0, 1, 2])
         nursery.sendall(data)
+        nursery.recv(4)  # the server's process id
         for number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(number, lambda number, _: nursery.sendall(bytes([number])))
         status = nursery.recv(4)
