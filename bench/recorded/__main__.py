@@ -19,7 +19,7 @@ Parts:
 A turn is within the level if its first token comes in the time that an idle engine needs to
 compute the mean prompt twice, and its stream has a fifth of a lone one's speed. `agents_at` is the
 number of agents at which 95% of turns are, between two numbers that were measured, or the most that
-was measured.
+was measured. `by_seed` has the ratios of each seed by itself: one run of a seed may be far off.
 
 `agents_vs_stock` is ours over stock on one engine, `agents_vs_hicache` the same where both have
 host memory, and `agents_vs_best_router` ours over the best of the others on four. `behind_any_arm`
@@ -44,6 +44,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from bench.lib.script import Size, parser_of, precondition, run
+from bench.lib.spread import ratio_spread
 from bench.recorded import real_engines
 from bench.recorded.arms import ARMS
 from bench.recorded.one_engine import MET, Level, engine_of, level_of, play
@@ -57,10 +58,12 @@ MARGIN = 0.03
 @dataclass(frozen=True, slots=True)
 class Amount:
     """grain: of the blocks. one: numbers of agents on one engine. each: on each of four.
-    fleets: numbers of engines. seeds: runs of each. real: rounds on real engines."""
+    fleets: numbers of engines. seeds: runs of each on one engine; runs: of each on several. real:
+    rounds on real engines."""
 
     grain: int
     seeds: int
+    runs: int
     one: tuple[int, ...]
     each: tuple[int, ...]
     fleets: tuple[int, ...]
@@ -73,6 +76,7 @@ SIZES: dict[Size, Amount] = {
     "full": Amount(
         16,
         3,
+        3,
         (8, 16, 24, 28, 32, 36, 40, 44, 48, 56, 64, 80, 96),
         (28, 32, 36, 40, 44, 48),
         (4, 16),
@@ -81,14 +85,15 @@ SIZES: dict[Size, Amount] = {
     ),
     "quick": Amount(
         32,
+        3,
         1,
         (24, 32, 40, 48, 56, 64),
         (32, 40, 48),
         (4,),
-        ("fixed_ttl", "hicache", "ours_hicache"),
+        ("hicache", "ours_hicache"),
         real=3,
     ),
-    "smallest": Amount(32, 1, (4, 8), (4,), (2,), (), real=1),
+    "smallest": Amount(32, 1, 1, (4, 8), (4,), (2,), (), real=1),
 }
 _AT_ROUTERS = 40  # agents for each engine, where routers are compared
 
@@ -154,14 +159,14 @@ def measure(
 def jobs_of(size: Amount, parts: Sequence[str]) -> list[Job]:
     """What to run, the longest first."""
     found: list[Job] = []
-    seeds = range(1, size.seeds + 1)
+    seeds, runs = range(1, size.seeds + 1), range(1, size.runs + 1)
     if "routers" in parts:
         for engines in sorted(size.fleets, reverse=True):
             at_once = _agents_of(size) * engines
-            found += [Job(name, engines, at_once, s) for s in seeds for name in ROUTERS]
+            found += [Job(name, engines, at_once, s) for s in runs for name in ROUTERS]
     if "level" in parts:
         four = size.fleets[0]
-        found += [Job(n, four, four * k, s) for k in size.each for s in seeds for n in ROUTERS]
+        found += [Job(n, four, four * k, s) for k in size.each for s in runs for n in ROUTERS]
     if "engine" in parts or "level" in parts:
         arms = ("stock", "ours", *(size.others if "engine" in parts else ()))
         found += [
@@ -221,11 +226,18 @@ def _levels(results: Mapping[Job, Result], size: Amount) -> dict[str, Any]:
     # An arm that another part ran with one number of agents says nothing here.
     at_one = {name: agents_at(table) for name, table in one.items() if len(table) > 1}
     at_four = {name: agents_at(table) for name, table in more.items()}
-    found: dict[str, Any] = {"agents_at": {"1": at_one, str(four): at_four}}
+    by_seed = {name: agents_by_seed(results, name, 1) for name in at_one}
+    found: dict[str, Any] = {
+        "agents_at": {"1": at_one, str(four): at_four},
+        "fleet": {str(four): more},
+    }
     if at_one["stock"]:
         found["agents_vs_stock"] = round(at_one["ours"] / at_one["stock"], 3)
+        found["by_seed"] = {"ours / stock": ratio_spread(by_seed["ours"], by_seed["stock"])}
     if at_one.get("hicache"):
         found["agents_vs_hicache"] = round(at_one["ours_hicache"] / at_one["hicache"], 3)
+        ratio = ratio_spread(by_seed["ours_hicache"], by_seed["hicache"])
+        found["by_seed"]["ours_hicache / hicache"] = ratio
     best = max(at_four, key=lambda name: (name != "ours", at_four[name]))
     if at_four[best]:
         found["agents_vs_best_router"] = round(at_four["ours"] / at_four[best], 3)
@@ -245,6 +257,15 @@ def agents_at(table: Mapping[str, Mapping[str, float]]) -> float:
             return round(low + (number - low) * (share - MET) / (share - within), 1)
         last = (number, within)
     return float(last[0])
+
+
+def agents_by_seed(results: Mapping[Job, Result], name: str, engines: int) -> list[float]:
+    """The number of agents within the level, of each seed by itself."""
+    points: dict[int, dict[str, dict[str, float]]] = {}
+    for job, one in results.items():
+        if (job.name, job.engines) == (name, engines):
+            points.setdefault(job.seed, {})[str(job.at_once)] = {"within": one.within}
+    return [agents_at(points[seed]) for seed in sorted(points)]
 
 
 def _gaps(results: Mapping[Job, Result], size: Amount) -> dict[str, Any]:

@@ -27,7 +27,7 @@ from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeEl
 from sgl_ext_cpu.node import ROOT
 
 from bench.report import machine
-from bench.report.page import page, with_readme_part
+from bench.report.page import page, pictures, with_readme_part
 from bench.report.peers import peer_versions
 from bench.report.plan import GPU, INSTALLERS, NAMES, Planned, chosen
 from bench.report.saved import Saved
@@ -137,12 +137,15 @@ def shown_of(report: dict[str, Any], root: Path) -> dict[str, Any]:
         report,
         page,
         lambda noted: with_readme_part(readme, noted),
+        pictures,
     )
 
 
 def write_pages(report: dict[str, Any], root: Path) -> None:
     """Writes the page and the README's part."""
     (root / PAGE).write_text(page(report))
+    for name, text in pictures(report).items():
+        ((root / PAGE).parent / name).write_text(text)
     readme = root / README
     readme.write_text(with_readme_part(readme.read_text(), report))
 

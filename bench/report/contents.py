@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 
 from bench.report import balancer_tables, engine_tables, fleet_tables
+from bench.report.pictures import Picture
 from bench.report.tables import Figures, Table
+
+
+def _none(_: Figures) -> Iterable[Picture]:
+    return ()
 
 
 @dataclass(frozen=True)
@@ -18,6 +23,7 @@ class Section:
     text: str
     tables: Callable[[Figures], Iterator[Table]]
     page: str
+    pictures: Callable[[Figures], Iterable[Picture]] = _none
 
 
 SECTIONS = (
@@ -30,12 +36,14 @@ SECTIONS = (
         "prefill a second. The balancer's router and queue, the engines' order and their pins are "
         "the project's own; of other routers the policy. A turn is within the level if its first "
         "token comes in the time that computing the mean prompt takes twice, and its stream has a "
-        "fifth of a lone one's speed. Agents are those at which 95% of turns are; "
+        "fifth of a lone one's speed. Agents are those at which 95% of turns are, on one engine by "
+        "the mean of three runs with other seeds; "
         "64 an engine is the most that was measured. Host memory is "
         "twice the device's. The last table is of two real engines on this CPU, with prompts that "
         "are a small part of the recorded size.",
         fleet_tables.recorded,
         "guide/priority.md",
+        fleet_tables.recorded_pictures,
     ),
     Section(
         "warm_turn",

@@ -11,6 +11,7 @@ from typing import Any
 
 from bench.report.contents import SECTIONS, Section
 from bench.report.peers import PEERS, peer_rows
+from bench.report.pictures import Picture, svg
 from bench.report.tables import NO_DIFFERENCE, Figures, Table, shown, table
 
 Report = Mapping[str, Any]
@@ -56,6 +57,21 @@ def page(report: Report) -> str:
         if step is not None or section.step != "gpu":
             parts.append("\n".join(_section(section, step)) + "\n")
     return "\n".join([*parts, _OTHERS])
+
+
+def pictures(report: Report) -> dict[str, str]:
+    """The page's pictures: each one's text, by its place beside the page."""
+    found = figures_of(report)
+    return {
+        _image(picture): svg(picture)
+        for section in SECTIONS
+        for picture in section.pictures(found.get(section.step, {}))
+        if picture.lines
+    }
+
+
+def _image(picture: Picture) -> str:
+    return f"images/{picture.name}.svg"
 
 
 def figures_of(report: Report) -> dict[str, Figures]:
@@ -162,6 +178,11 @@ def _section(section: Section, step: Mapping[str, Any] | None) -> Iterator[str]:
     for one in section.tables(step["figures"]):
         if one.rows:
             yield from (*_shown(one), "")
+    for picture in section.pictures(step["figures"]):
+        if not picture.lines:
+            continue
+        yield from (f"![{picture.title}: {picture.axis}]({_image(picture)})", "")
+        yield from (f"    {picture.command}", "")
 
 
 def _shown(one: Table) -> Iterator[str]:

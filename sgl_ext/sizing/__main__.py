@@ -11,6 +11,7 @@ from typing import Any
 from sgl_ext.arguments import Arguments
 from sgl_ext.settings.schema import EngineSettings
 from sgl_ext.sizing.model import (
+    HOST_RATIO,
     EngineRoom,
     KvCost,
     ModelShape,
@@ -172,7 +173,9 @@ def sheet(
             "engines_for_sessions": needed,
             "gpus_for_sessions": None if needed is None else needed * wish.tp,
         },
-        "host": as_json(host_needs(engines, room.tokens, wish.context)),
+        "host": as_json(
+            host_needs(engines, room.tokens, wish.context, wish.tp * room.kv_bytes_per_gpu)
+        ),
         "load": as_json(load_of(wish.context)),
         "not_counted": [*shape.not_counted, *_ALWAYS_UNKNOWN],
     }
@@ -229,6 +232,8 @@ def as_text(document: dict[str, Any]) -> str:
         "",
         f"The node ({node['engines']} of these)",
         _row("sessions that stay cached", f"{node['resident_sessions']:,}"),
+        _row(f"HiCache, hicache-ratio = {HOST_RATIO}", _gib(host["hicache_bytes"]))
+        + " of host memory, for agents",
         _row("balancer, at most", _gib(_balancer_bytes(host))) + " of memory a process",
         _row("token cache of an engine", _gib(host["engine_token_cache_bytes"])),
         _row("store, request log, logs", _gib(_disk_bytes(host))) + " of disk at most",

@@ -335,6 +335,7 @@ _BALANCER_MS = ((500, 0.19), (50_900, 1.7))
 class HostNeeds:
     """Upper bounds in bytes, by the default settings."""
 
+    hicache_bytes: int
     balancer_index_bytes: int
     balancer_bodies_bytes: int
     balancer_tables_bytes: int
@@ -355,12 +356,17 @@ class Load:
     host_ms: float | None
 
 
-def host_needs(engines: int, tokens: int, context: int) -> HostNeeds:
-    """For a node with engines of `tokens` each, and sessions of `context` tokens."""
+HOST_RATIO = 2
+"""HiCache's memory on the host over the KV cache on the device, as recommended."""
+
+
+def host_needs(engines: int, tokens: int, context: int, kv_bytes: int) -> HostNeeds:
+    """For a node with engines of `tokens` in `kv_bytes` each, and sessions of `context` tokens."""
     balancer, engine = BalancerSettings(), EngineSettings()
     segments = engines * (tokens // _SEGMENT_TOKENS)
     store = balancer.store_limit_bytes
     return HostNeeds(
+        hicache_bytes=engines * HOST_RATIO * kv_bytes,
         balancer_index_bytes=min(segments * _SEGMENT_BYTES, balancer.index_limit_bytes),
         balancer_bodies_bytes=balancer.account_bytes,
         balancer_tables_bytes=_TABLES_BYTES,

@@ -24,7 +24,7 @@ from bench.report.__main__ import (
     with_other_steps,
 )
 from bench.report.contents import SECTIONS
-from bench.report.page import MADE, anchor, page, with_readme_part
+from bench.report.page import MADE, anchor, page, pictures, with_readme_part
 from bench.report.plan import HANG, NAMES, QUICK_MINUTES, STEPS, Planned
 from bench.report.saved import Saved
 from bench.report.steps import Result, Step, run_step
@@ -176,6 +176,19 @@ def test_the_committed_pages_are_those_of_the_committed_figures() -> None:
     assert (ROOT / PAGE).read_text() == page(document)
     readme = (ROOT / README).read_text()
     assert readme == with_readme_part(readme, document)
+    for name, text in pictures(document).items():
+        assert ((ROOT / PAGE).parent / name).read_text() == text
+
+
+def test_a_picture_has_each_arms_line_and_says_how_it_is_made() -> None:
+    points = {str(n): {"cached_share": n / 100, "within": 1.0} for n in (24, 32)}
+    found = report(step("recorded", {"engine": {"ours": points, "stock": points}}))
+    text = pictures(found)["images/recorded-cache.svg"]
+    assert text.count("<polyline") == 2
+    for each in (">24</text>", ">SGLang</text>"):
+        assert each in text
+    assert "](images/recorded-cache.svg)\n\n    python -m bench.recorded" in page(found)
+    assert not any("gaps" in name for name in pictures(found)), "it was not measured"
 
 
 def test_the_document_has_only_what_is_shown() -> None:
