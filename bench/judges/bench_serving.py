@@ -1,15 +1,18 @@
-"""SGLang's bench_serving: shared prefixes, several turns, random ids and Mooncake's format."""
+"""SGLang's bench_serving: shared prefixes, several turns, random ids, Mooncake's format, and its
+`agentic-trace`, for which recorded sessions (`bench/recorded`) are written in its format."""
 
 from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 from bench.judges.judged import Judged, Load, Setting, run_command
+from bench.recorded.real_engines import Step, short_enough, steps
+from bench.recorded.sessions import find_file, made_sessions, read_sessions
 
 BACKENDS = {
     "sglang": "/generate",
@@ -32,9 +35,11 @@ def loads(setting: Setting) -> dict[str, Load]:
         "turns": _load(setting, "sglang-oai-chat", _shared(groups, 2, 3), 3),
         "random-ids": _load(setting, "sglang", _random(groups * prompts)),
         "mooncake": _load(setting, "sglang", _mooncake(setting, groups, prompts)),
+        "agentic-trace": _agentic(setting, groups, 2 * prompts),
     }
     if setting.size != "full":
-        return {name: found[name] for name in ("shared-prefix", "mooncake")}
+        del found["turns"], found["random-ids"]
+        return found
     for backend in BACKENDS:
         load = _load(setting, backend, _shared(groups, prompts, 1))
         found[f"shared-prefix, {backend}"] = load
@@ -123,6 +128,41 @@ def _mooncake(setting: Setting, sessions: int, turns: int) -> dict[str, Any]:
         "mooncake-num-rounds": 1,
         "num-prompts": sessions * turns,
     }
+
+
+def _agentic(setting: Setting, people: int, turns: int) -> Load:
+    path = setting.scratch / f"agentic-{people}-{turns}.json"
+    found = find_file()
+    sessions = made_sessions(400) if found is None else read_sessions(found)
+    chosen = short_enough([one for one in sessions if one.is_judging])[:people]
+    conversations = [_conversation(steps(one, f"{n}", turns)) for n, one in enumerate(chosen)]
+    path.write_text(json.dumps({"metadata": {}, "conversations": conversations}))
+    data = {
+        "dataset-name": "agentic-trace",
+        "dataset-path": path,
+        "sharegpt-output-len": _ANSWER_TOKENS,
+        "num-prompts": len(conversations),
+    }
+    requests = sum(map(len, conversations))
+    return Load(
+        BACKENDS["sglang-oai-chat"], requests, partial(_run, setting, "sglang-oai-chat", data)
+    )
+
+
+def _conversation(played: Sequence[Step]) -> list[dict[str, Any]]:
+    """The new messages of each turn, up to the first that rewrites what was before it: its format
+    has no rewritten history."""
+    before: list[dict[str, Any]] = []
+    found: list[dict[str, Any]] = []
+    for step in played:
+        body = step.body
+        texts = [("system", body["system"]), *((m["role"], m["content"]) for m in body["messages"])]
+        now = [{"role": role, "content": parts[0]["text"]} for role, parts in texts]
+        if now[: len(before)] != before or now == before:
+            break
+        found.append({"messages": now[len(before) :]})
+        before = now
+    return found
 
 
 def _mooncake_lines(sessions: int, turns: int, interval_ms: float) -> Iterator[str]:

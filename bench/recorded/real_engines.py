@@ -74,7 +74,7 @@ def measure(
     """
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     engines = Engines(local_model("tiny"))
-    usable = [one.conversations[0] for one in sessions if _is_usable(one.conversations[0])]
+    usable = short_enough(sessions)
     precondition(len(usable) >= agents, "there are sessions that are short enough")
     with tempfile.TemporaryDirectory(prefix="sgl-ext-bench-") as folder:
         starts = {
@@ -172,6 +172,11 @@ def _text(name: str, blocks: Sequence[int], begin: int) -> str:
     salt = sum(name.encode()) % 89
     numbers = blocks if begin else range(len(blocks))
     return f"{name}: {' '.join(f'{number * 7919 + salt:x}'[-3:] for number in numbers)}"
+
+
+def short_enough(sessions: Sequence[Session]) -> list[Conversation]:
+    """People's own conversations that an engine this small can hold."""
+    return [one.conversations[0] for one in sessions if _is_usable(one.conversations[0])]
 
 
 def _is_usable(conversation: Conversation) -> bool:

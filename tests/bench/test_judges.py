@@ -168,6 +168,21 @@ def test_figures_of_a_run_with_an_error_do_not_count(tmp_path: Path) -> None:
         compare(fake_load(errors=1), arms, "tiny", tmp_path, rounds=1)
 
 
+def test_recorded_sessions_are_conversations_of_new_messages(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(bench_serving, "find_file", lambda: None)
+    setting = Setting(tmp_path, "tiny", "smallest", 1.0, tmp_path)
+    load = bench_serving.loads(setting)["agentic-trace"]
+    (path,) = tmp_path.glob("agentic-*.json")
+    conversations = json.loads(path.read_text())["conversations"]
+    assert load.requests == sum(map(len, conversations)) > len(conversations) == 2
+    for one in conversations:
+        first, *others = [[each["role"] for each in turn["messages"]] for turn in one]
+        assert first[0] == "system"
+        assert others == [["user"]] * len(others)
+
+
 @pytest.mark.slow
 @pytest.mark.skipif(nginx_version() is None, reason="without nginx the stock arm installs a router")
 def test_bench_serving_and_the_engines_agree_on_what_was_cached(nursery: Nursery) -> None:
