@@ -35,12 +35,12 @@ _FLAGS = (
 )
 _LIMITS = """
 [tenants.search-team]
-requests_per_minute = 600
-tokens_per_minute = 400000
+requests-per-minute = 600
+tokens-per-minute = 400000
 [tenants.nightly-ci]
-tokens_per_minute = 60000
+tokens-per-minute = 60000
 [tenants.review-bot]
-requests_per_minute = 120
+requests-per-minute = 120
 """
 _TEAMS = (("search-team", 8, "0"), ("nightly-ci", 8, "-5"), ("review-bot", 3, "10"))
 _WORDS = "read the file and test what it returns when a list is empty then write a patch for it"

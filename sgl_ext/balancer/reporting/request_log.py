@@ -687,7 +687,9 @@ class RequestLog:
         paths = () if lines is None else lines.paths
         async with self._searches:  # one at a time
             deadline_s = time.monotonic() + _SEARCH_S
-            written = lines_backwards(paths)
+            # What waits may be in the file by now.
+            known = {line.removesuffix(b"\n") for line in waiting}
+            written = (line for line in lines_backwards(paths) if line not in known)
             return await asyncio.to_thread(
                 search.run, chain(now, written), deadline_s, time.monotonic
             )

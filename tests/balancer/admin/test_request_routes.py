@@ -319,3 +319,11 @@ async def test_off_is_no_log(start: Start, tmp_path: Path, monkeypatch: pytest.M
     assert await post(client, "x") == 200
     assert (await fate(client, "x"))["id"] == "x"
     assert os.listdir() == []
+
+
+async def test_what_is_being_written_is_listed_once(tmp_path: Path) -> None:
+    file = LineFile(tmp_path / "requests", 1 << 20, Metrics())
+    log = RequestLog(Metrics(), Activity(0.0), file)
+    log.keep(ended("x"))
+    file.append(file.waiting)  # as a write that has not returned yet
+    assert [row["id"] for row in (await log.search(Search()))["requests"]] == ["x"]
