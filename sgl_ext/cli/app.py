@@ -36,8 +36,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     try:
         code = app(args=argv, prog_name=PROGRAM, standalone_mode=False)
     except (typer.TyperException, UsageError) as error:
-        message = error.format_message() if isinstance(error, typer.TyperException) else str(error)
-        warn(message)
+        warn(str(error) if isinstance(error, UsageError) else _wrong_words(error))
         code = 2
     except NodeError as error:
         warn(str(error))
@@ -45,6 +44,15 @@ def main(argv: Sequence[str] | None = None) -> None:
     except typer.Abort:
         code = _INTERRUPTED
     raise SystemExit(code)
+
+
+def _wrong_words(error: typer.TyperException) -> str:
+    """What is wrong with a command line, in the words that `sgl_ext.arguments` has for it."""
+    context = getattr(error, "ctx", None)
+    words = error.format_message()
+    at = PROGRAM if context is None else context.command_path
+    verb = at.removeprefix(PROGRAM).strip()
+    return f"{verb}: {words.rstrip('.')} (see {at} --help)" if verb else words
 
 
 def _show_version(wanted: bool) -> None:

@@ -81,7 +81,7 @@ def test_what_the_node_says_is_shown_in_one_line_without_control_characters(
         (["status", "--key", "env:SGL_EXT_NONE"], "--key='env:SGL_EXT_NONE': cannot be read"),
         (["status", "--url", "ftp://host"], "--url='ftp://host': must be http://HOST:PORT"),
         (["status", "--url", "http://host:port"], "must be http://HOST:PORT"),
-        (["drain"], "Missing argument 'ENGINE'"),
+        (["drain"], "drain: Missing argument 'ENGINE' (see sgl-ext drain --help)"),
         (["restart"], "give one ENGINE, or --rolling"),
         (["restart", "engine-0", "--rolling"], "give one ENGINE, or --rolling"),
         (["restart", "engine-0", "engine-1"], "flags of the engines go after --"),
