@@ -100,7 +100,8 @@ COUNTERS: dict[str, tuple[str, ...]] = {
     "pins_read": ("Pins read by requests.",),
     "pins_rejected": ("Marks that got no pin.", "reason"),
     "pins_ended": (
-        "Ended pins: expired, displaced, pressure, ended, deleted, demoted, flushed, reduced.",
+        "Ended pins: expired, displaced, pressure, ended, deleted, demoted, compacted, flushed,"
+        " reduced.",
         "reason",
     ),
     "pins_spilled": ("Pins moved from the device to a locked copy in host memory.",),

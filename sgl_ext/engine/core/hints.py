@@ -19,6 +19,7 @@ from sgl_ext.engine import sglang_api
 from sgl_ext.engine.core.folder import engine_name, secret
 from sgl_ext.engine.core.request_context import RequestContext, conversation_name
 from sgl_ext.engine.sglang_http_types import GenerateReqInput, KvHintAction, KvHintsEnvelope
+from sgl_ext.reading.client import COMPACTION
 from sgl_ext.reading.segments import Chain
 from sgl_ext.wire.hints import Hints, hints_in, payload_of
 
@@ -140,7 +141,8 @@ def _encode(context: RequestContext, chain: Chain) -> KvHintAction:
         sent_s=time.monotonic(),
         is_reusable=context.marks.keep,
         is_last=context.is_last,
-        is_answer_reusable=context.is_answer_reusable,
+        # No prompt has a summary behind what it sums up.
+        is_answer_reusable=context.is_answer_reusable and context.summary is None,
         output_tokens=context.importance.output_tokens,
         priority=context.importance.priority,
         queued_s=context.queued_s,
@@ -149,7 +151,7 @@ def _encode(context: RequestContext, chain: Chain) -> KvHintAction:
         window_s=context.window_s,
         drafts=context.importance.drafts,
         client=context.facts.harness,
-        turn=context.facts.request_class,
+        turn=context.facts.request_class if context.summary is None else COMPACTION,
         due_s=context.importance.due_s,
     )
     return sglang_api.KvHintAction(

@@ -30,6 +30,8 @@ from dataclasses import dataclass
 from itertools import takewhile
 from typing import Any, Protocol
 
+from cachetools import FIFOCache
+
 from radix.pins import BUDGET, Pin
 from radix.residency import Tier
 from radix.tiered_pins import Moves, TieredPins
@@ -39,6 +41,7 @@ from sgl_ext.engine.core.shared_prefixes import group_salt
 from sgl_ext.engine.scheduler.state import compare, state_of
 from sgl_ext.engine.sglang_types import Req
 from sgl_ext.engine.tiers.host_tier import HostCopies, HostLock
+from sgl_ext.reading.client import COMPACTION
 from sgl_ext.wire.hints import Hints
 
 
@@ -118,6 +121,7 @@ class PinMemory:
 
 
 _MOST_EXPIRED = 256  # at most about 3 ms
+_MOST_SUMMED_UP = 256
 _NO_HOST_MEMORY = "host memory"
 
 
@@ -149,6 +153,8 @@ class PinKeeper:
         self._cache = cache
         self._page = page
         self._lookahead = lookahead
+        # The pins on prompts of summaries, by conversation.
+        self._summed_up: FIFOCache[str, list[Pin]] = FIFOCache(_MOST_SUMMED_UP)
         self._is_entry_rank = is_entry_rank
 
     @property
@@ -181,6 +187,8 @@ class PinKeeper:
         if is_first:
             if hints.is_demoted:
                 self._release_own(hints, self.pins.prefixes_of(space, key), "demoted")
+            if hints.turn != COMPACTION:
+                self._leave_behind(hints, space, key)
             for pin in self.pins.hit(space, key, self.now_s, req.cached_tokens):
                 pin.label.is_shared |= pin.session != hints.session
                 self._count("pins_read")
@@ -190,6 +198,16 @@ class PinKeeper:
         for end, ttl_s in reached:
             if hints.is_reusable and not hints.is_last and end > 0:
                 self._pin(req, hints, space, key, end, ttl_s)
+        if hints.turn == COMPACTION and hints.conversation:
+            self._summed_up[hints.conversation] = self.pins.prefixes_of(space, key)
+
+    def _leave_behind(self, hints: Hints, space: Any, key: bytes) -> None:
+        """Gives up the pins of a conversation that was summed up and goes on from its summary. One
+        that goes on from before it reads them all but the summary's own."""
+        before = self._summed_up.pop(hints.conversation, None)
+        if before:
+            read = {pin.id for pin in self.pins.prefixes_of(space, key)}
+            self._release_own(hints, (pin for pin in before if pin.id not in read), "compacted")
 
     def _marks(self, req: Req, hints: Hints, seen: int) -> Iterator[tuple[int, float]]:
         """The marks after the first `seen`: the tokens that can be pinned up to each, and its

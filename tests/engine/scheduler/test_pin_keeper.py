@@ -245,6 +245,57 @@ def test_a_demoted_prompt_loses_the_session_s_own_pins() -> None:
     assert_locked_once(keeper, cache)
 
 
+def turn(kind: str, *ends: int, conversation: str = "c") -> Hints:
+    return marked(*ends)._replace(turn=kind, conversation=conversation)
+
+
+def summed_up() -> tuple[PinKeeper, Cache]:
+    """A keeper with pins on a conversation of 60 tokens whose summary, pinned, was asked for."""
+    cache = Cache()
+    keeper = keeper_of(cache)
+    pin(keeper, cache, prompt(1, 60), 10, 60)
+    asked = prompt(1, 70, cached=60)
+    cache.add(asked)
+    keeper.prompt_stored(asked, turn("compaction", 10, 70), 70)
+    assert pinned(keeper) == [10, 60, 70]
+    return keeper, cache
+
+
+def test_a_conversation_that_goes_on_from_its_summary_leaves_its_pins_behind() -> None:
+    keeper, cache = summed_up()
+    other = prompt(2, 30)
+    cache.add(other)
+    keeper.prompt_stored(other, turn("main", conversation="another"), 30)
+    assert pinned(keeper) == [10, 60, 70], "another conversation proves nothing"
+    after = prompt(1, 10)
+    after.origin_input_ids = [*after.origin_input_ids, *other.origin_input_ids]
+    cache.add(after)
+    keeper.prompt_stored(after, turn("main", 10), 40)
+    assert pinned(keeper) == [10], "what both have stays"
+    assert_locked_once(keeper, cache)
+
+
+def test_a_conversation_that_goes_on_from_before_its_summary_keeps_its_pins() -> None:
+    keeper, cache = summed_up()
+    again = prompt(1, 60)
+    cache.add(again)
+    keeper.prompt_stored(again, turn("main", 60), 60)
+    assert pinned(keeper) == [10, 60], "only the summary's own is left behind"
+    new = prompt(3, 20)
+    cache.add(new)
+    keeper.prompt_stored(new, turn("main"), 20)
+    assert pinned(keeper) == [10, 60], "it was proven to go on"
+    assert_locked_once(keeper, cache)
+
+
+def test_what_is_kept_of_summaries_is_bounded() -> None:
+    keeper, _ = summed_up()
+    for number in range(1000):
+        keeper.prompt_stored(prompt(1, 70), turn("compaction", conversation=f"{number}"), 70)
+    keeper.prompt_stored(prompt(3, 20), turn("main"), 20)
+    assert pinned(keeper) == [10, 60, 70]
+
+
 def test_a_prefix_beyond_the_budget_is_rejected_and_not_locked() -> None:
     cache = Cache()
     keeper = keeper_of(cache, budget=50)
