@@ -348,11 +348,12 @@ def measure(engines: Engines, plan: Plan, folder: Path, arms: Sequence[str]) -> 
 
 def main() -> None:
     parser = engine_parser(__doc__)
+    parser.add_argument("--arms", nargs="+", choices=ARMS, default=ARMS, help="default: all")
     options = parser.parse_args()
     engines = chosen(options, model_of(options.size, "bench"))
     # TMPDIR must not be in memory: a disk tier there would be none.
     with tempfile.TemporaryDirectory(prefix="sgl-ext-bench-") as made:
-        run("restarts", lambda: measure(engines, PLANS[options.size], Path(made), ARMS))
+        run("restarts", lambda: measure(engines, PLANS[options.size], Path(made), options.arms))
 
 
 if __name__ == "__main__":

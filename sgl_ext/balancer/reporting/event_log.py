@@ -57,6 +57,8 @@ LEVELS: dict[str, Level] = {
     "reload refused": "error",
     "limit reached": "warning",
     "pins refused": "warning",
+    "cache off": "warning",
+    "cache on": "info",
     "client version": "warning",
     "request convicted": "error",
     "store failed": "error",
@@ -227,6 +229,7 @@ class EventWatch:
         self._states: dict[str, str] | None = None
         self._names: set[str] = set()
         self._refused: dict[str, int] = {}
+        self._off: dict[str, list[str]] = {}
         limit = "limit reached"
         self._counters: list[tuple[Counter, str, str, str]] = [
             (metrics.requests_rejected, limit, "queue", "it was full, or requests waited too long"),
@@ -287,11 +290,13 @@ class EventWatch:
             if before is not None:
                 self._note_state(worker, before.get(name), states[name])
             self._note_pins(worker, is_new=before is None)
+            self._note_caches(worker)
         names = {worker.member.lasting_name for worker in workers.values()}
         for name in self._names - names:
             self._events.add("left", name)
         self._states, self._names = states, names
         self._refused = {name: self._refused.get(name, 0) for name in workers}
+        self._off = {name: worker.caches_off for name, worker in workers.items()}
 
     def _note_state(self, worker: Worker, before: str | None, state: str) -> None:
         if before is None and worker.member.lasting_name not in self._names:
@@ -306,6 +311,15 @@ class EventWatch:
         elif state == "draining" and worker.is_expected:
             text = "it restarts"
         self._events.add(_STATES[state], worker.id, text)
+
+    def _note_caches(self, worker: Worker) -> None:
+        was_off = self._off.get(worker.id, [])
+        for name in worker.caches_off:
+            if name not in was_off:
+                self._events.add("cache off", worker.id, name)
+        for name in was_off:
+            if name not in worker.caches_off:
+                self._events.add("cache on", worker.id, name)
 
     def _note_pins(self, worker: Worker, *, is_new: bool) -> None:
         count = sum(worker.report.get("pins_declined", {}).values())

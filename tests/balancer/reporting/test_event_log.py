@@ -194,6 +194,20 @@ def test_limits_failures_and_refused_pins_are_events_with_their_number() -> None
     }
 
 
+def test_a_cache_or_tier_that_turns_off_and_on_is_an_event() -> None:
+    watch, _, workers, events = watched()
+    one = workers.find("1")
+    assert one is not None
+    for off in ([], ["shared tier (full)"], ["shared tier (full)", "tokens"], ["tokens"]):
+        one.note_faults(off, None)
+        watch.look()
+    assert shown(events) == [
+        ("cache off", "1", "shared tier (full)", 1),
+        ("cache off", "1", "tokens", 1),
+        ("cache on", "1", "shared tier (full)", 1),
+    ]
+
+
 def test_only_the_first_process_of_a_balancer_tells_of_engines() -> None:
     watch, metrics, workers, events = watched(is_first=False)
     one = workers.find("1")
