@@ -50,7 +50,7 @@ class KvCache(Struct):
     total_tokens: int | None = None
 
 
-class Exit(Struct):
+class LastExit(Struct):
     """When a process ended, and why."""
 
     time_s: float
@@ -76,7 +76,7 @@ class Engine(Struct):
     hit_rate: float | None = None
     restarts: int | None = None
     crashes: int | None = None
-    last_exit: Exit | None = None
+    last_exit: LastExit | None = None
 
 
 class Band(Struct):
