@@ -122,16 +122,14 @@ class ShortArguments(logging.Filter):
     def __init__(self, server_args: ServerArgs) -> None:
         super().__init__()
         self._args = server_args
-        given = as_given(server_args)
-        secrets = [value for name, value in given.items() if name.endswith(_SECRET_ENDS)]
-        self._secrets = [value for value in secrets if value and isinstance(value, str)]
 
     def filter(self, record: logging.LogRecord) -> bool:
         text = record.getMessage()
         if text.startswith(_ARGUMENTS):
             text = f"{_ARGUMENTS}{self.changed()}"
-        for secret in self._secrets:
-            text = text.replace(secret, "...")
+        for name, value in as_given(self._args).items():
+            if name.endswith(_SECRET_ENDS) and value and isinstance(value, str):
+                text = text.replace(value, "...")
         record.msg, record.args = text, None
         return True
 

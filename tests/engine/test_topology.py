@@ -281,6 +281,8 @@ def arguments(monkeypatch: pytest.MonkeyPatch, **changed: Any) -> Any:
     """Arguments whose resolution changes them to those of `changed`."""
     given: Any = SimpleNamespace(resolve_once=lambda: None)
     monkeypatch.setattr(topology.sglang_api, "resolving_view", lambda _: facts(**changed).args)
+    log = logging.getLogger("the log of SGLang's start")
+    monkeypatch.setitem(vars(topology.sglang_api), "logger", log)  # importing it takes long
     return given
 
 
