@@ -125,8 +125,9 @@ class Balancer:
         self._servers = []
         if self._group is not None and self._folder is not None:
             path = socket_path(self._folder, self._group.number)
-            path.unlink(missing_ok=True)  # of a process with this number that has died
-            self._servers = [await loop.create_unix_server(make, str(path))]
+            with Guard("peer_socket", failed):  # clients are served without it
+                path.unlink(missing_ok=True)  # of a process with this number that has died
+                self._servers = [await loop.create_unix_server(make, str(path))]
         if self._certificate is not None:
             self._tls = TlsPort(self._certificate, make, self._plain_answer, self._count_handshake)
             self._metrics.tables.add("tls_handshakes", self._tls.__len__, lambda: TlsPort.limit)

@@ -158,7 +158,7 @@ def end_streams_at(*numbers: signal.Signals) -> None:
     """Ends them when one of these signals ends the server."""
     for number in numbers:
         ends = signal.getsignal(number)
-        if not callable(ends):  # nobody ends it then
+        if not callable(ends):  # no signal ends it then
             continue
 
         def end(got: int, frame: FrameType | None, ends: Callable[..., Any] = ends) -> None:

@@ -97,8 +97,8 @@ def await_acknowledgements(scheduler_infos: Sequence[Any]) -> None:
 
     A scheduler reports that it is ready only after it loaded plugins, so its acknowledgement must
     exist by now. A detokenizer reports nothing, and may still import modules. The further machines
-    of an engine serve no HTTP, so nobody waits there; the engine's first rank has verified their
-    schedulers (`sgl_ext.engine.scheduler.nodes`).
+    of an engine serve no HTTP, so no process waits there; the engine's first rank has verified
+    their schedulers (`sgl_ext.engine.scheduler.nodes`).
     """
     if acknowledged()["scheduler"] < len(scheduler_infos):
         raise SystemExit("sgl-ext: the plugin was not loaded in a scheduler process")

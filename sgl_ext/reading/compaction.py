@@ -2,7 +2,7 @@
 
 A client whose context is full sends the conversation once more and has the model sum it up. It
 often leaves the tools out, and its last message is a user's, before which templates drop the
-thinking of the running tool loop. Each makes another prompt, of which the cache holds little:
+thinking of the running tool loop. Each makes another prompt, and the cache holds little of it:
 
     the turn before   instructions, tools | user | thinking, call | result
     as sent           instructions        | user | call | result | user: sum up
@@ -70,7 +70,7 @@ def _last_user_text(protocol: Protocol, body: Json) -> str:
 
 
 def with_tools(body: Json, tools: list[Any]) -> Json:
-    """A body with the tools of the turn before, none of which may be called."""
+    """A body with the tools of the turn before; none may be called."""
     return {**body, "tools": tools, "tool_choice": "none"}
 
 

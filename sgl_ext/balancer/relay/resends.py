@@ -11,7 +11,7 @@ takes the first one's answer over.
 Of several processes on one port another one can get the copy. The process that holds the first one
 tells the others, and the one that gets the copy passes it on there: each process listens on a Unix
 socket in the folder that they share. To the process that holds the first one, that is a client
-which sends it again. If it cannot be reached, the copy begins anew where it is.
+which sends it again. If it cannot be reached, the copy begins again where it is.
 """
 
 import asyncio
@@ -131,7 +131,7 @@ class Resends:
 
     def holder(self, key: bytes) -> PeerPool | None:
         """The process that holds the request with this key; None if none is known. Only the next
-        copy is told, so that no copy is passed round."""
+        copy gets it, so that no copy is passed round."""
         found = self.elsewhere.pop(key, None) if self.elsewhere else None
         if found is None or self.folder is None:
             return None

@@ -32,6 +32,7 @@ from sgl_ext.prompts.memory import LIMIT_BYTES, PromptMemory
 from sgl_ext.prompts.prompt import EVICTED, SESSION, Prompt, evicted_tokens
 from sgl_ext.protocols.registry import of_path
 from sgl_ext.reading.client import COMPACTION, MAIN, ClientFacts, stated_session, thread_key
+from sgl_ext.reading.protocol import Json
 from sgl_ext.reading.segments import with_sorted_tools
 from sgl_ext.reading.strip import HeaderStrip, Stripped, strip_request
 
@@ -123,6 +124,24 @@ class Budget:
             self.left_s -= self._compared_s - now_s
 
 
+def _is_compared(path: str, body: Json, raw: bytes | bytearray, metrics: Metrics) -> bool:
+    """Whether a request's prompt is compared with others. One that is too long is counted."""
+    if of_path(path).turns_field is None or body.get("previous_response_id") is not None:
+        return False
+    if len(raw) > _MAX_BODY_BYTES:
+        metrics.prompts_not_compared.counts[("long",)] += 1
+        return False
+    return True
+
+
+def _agent_of(facts: ClientFacts) -> tuple[tuple[str, str], bool]:
+    """An agent's kind, whose prompts are compared with each other, and whether the prompt was
+    compacted. A compaction continues the main agent's."""
+    is_compaction = facts.request_class == COMPACTION
+    kind = (MAIN if is_compaction else facts.request_class, facts.agent_type)
+    return kind, is_compaction or bool(facts.compaction or facts.context_compacted)
+
+
 class QuickDetector:
     """The doctor at its cheapest, which is always on: it keeps hashes, and no text of a prompt.
 
@@ -198,16 +217,11 @@ class QuickDetector:
         harness, counts = facts.harness, self._metrics.prompts_not_compared.counts
         unknown = PromptDiagnosis(harness, "", None)
         body = stripped.body if isinstance(stripped.body, dict) else {}
-        if of_path(path).turns_field is None or body.get("previous_response_id") is not None:
+        if not _is_compared(path, body, raw, self._metrics):
             return unknown
-        if len(raw) > _MAX_BODY_BYTES:
-            counts[("long",)] += 1
-            return unknown
-        is_compaction = facts.request_class == COMPACTION
-        agent = (MAIN if is_compaction else facts.request_class, facts.agent_type)
+        agent, is_compacted = _agent_of(facts)
         model = body.get("model")
         group = (routing.tenant, harness, *agent, str(model)[:_MAX_MODEL_CHARS], path)
-        is_compacted = is_compaction or bool(facts.compaction or facts.context_compacted)
         with self._budget.spent():
             if self._budget.left_s <= 0:
                 counts[("busy",)] += 1
@@ -289,14 +303,9 @@ class DivergenceDetector:
         body = stripped.body if isinstance(stripped.body, dict) else {}
         model = body.get("model")
         model = model[:_MAX_MODEL_CHARS] if isinstance(model, str) else ""
-        if of_path(path).turns_field is None or body.get("previous_response_id") is not None:
+        if not _is_compared(path, body, raw, self.metrics):
             return PromptDiagnosis(harness, model, None), None
-        if len(raw) > _MAX_BODY_BYTES:
-            self.metrics.prompts_not_compared.counts[("long",)] += 1
-            return PromptDiagnosis(harness, model, None), None
-        # An agent's prompts are compared with those of its own kind; a compaction continues one.
-        is_compaction = facts.request_class == COMPACTION
-        agent = (MAIN if is_compaction else facts.request_class, facts.agent_type)
+        agent, is_compacted = _agent_of(facts)
         group = (routing.tenant, harness, *agent, model, path, str(body.get("lora_path")))
         session = stated_session(hints, body)
         moved = None
@@ -306,7 +315,6 @@ class DivergenceDetector:
         prompt = Prompt(group, session, thread, path, routing.chain, raw)
         prompt.salts = tuple((name, str(body[name])) for name in _SALTS if body.get(name))
         prompt.version = facts.version
-        is_compacted = is_compaction or bool(facts.compaction or facts.context_compacted)
         prompt.is_compacted = is_compacted
         found = self._timed(lambda: self._memory.compare(prompt))
         of_version = self._of_version(prompt, routing, is_compacted=is_compacted)

@@ -115,7 +115,7 @@ class HttpExtension:
 
     async def store_all(self) -> None:
         """Has the schedulers store what they hold in the tier that engines share, and waits for
-        that. Whoever ends the engine limits the wait: what matters most is stored first."""
+        that. The end of the engine limits the wait: what matters most is stored first."""
         sharing = [each for each in self.broadcasters if each.has_shared_tier]
         outboxes = [Outbox(each.rank) for each in sharing]  # what one sends ends with it
         for outbox in outboxes:

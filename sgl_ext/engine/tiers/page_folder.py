@@ -21,7 +21,7 @@ corrects all three. The pages are listed when a process opens the folder, and wh
 and none of the last listing is left.
 
 A page may be kept until some time (`NameSpace.keep`). It then counts as used at that time: so it is
-evicted after all that were used, and those that are kept for a shorter time go first.
+evicted after all that were used, and those with the earliest time go first.
 
 When a page does not fit, the least recently used are evicted. The lock is the kernel's: it ends
 with the process that holds it. While that process is stopped, others wait for PATIENCE_S at most,
@@ -300,8 +300,8 @@ class NameSpace:
         return self._set_used(name, used_ns, self._folder)
 
     def keep(self, name: str, until_ns: int) -> bool:
-        """Keeps a page until this time, or for longer if it is kept for longer already. Returns
-        whether it is there."""
+        """Keeps a page until this time, or until its own if that is later. Returns whether it
+        is there."""
         return self.touch(name, until_ns)
 
     @staticmethod

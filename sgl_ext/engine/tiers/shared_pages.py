@@ -16,7 +16,7 @@ looks pages up. The scheduler's own thread only hands segments over, and takes w
 Stored pages end when an engine's weights change while it serves: nothing says which weights it has
 later. A page is written from the host pool and read into it without a copy.
 
-A pin's pages are kept for its lease: other pages are evicted before them. A pin is granted before
+A pin's pages stay for its lease: other pages are evicted before them. A pin is granted before
 its pages are written, so a lease waits until they are there.
 """
 
@@ -181,7 +181,7 @@ _WORDS = {
 
 
 class Lease(NamedTuple):
-    """The pages of a pinned prefix, from its first one on, and until when they are kept."""
+    """The pages of a pinned prefix, from its first one on, and until when they stay."""
 
     pages: Sequence[str]
     until_ns: int
