@@ -157,10 +157,12 @@ def drain(
     if row.get("draining"):
         state = "is drained" if row.get("state") == "drained" else "drains"
         raise NodeError(f"{row['id']} {state} already. Take it back: sgl-ext undrain {row['id']}")
-    others = (one for one in _workers(node) if one["url"] != row["url"])
-    if not force and not any(one.get("ready") and not one.get("draining") for one in others):
+    others = [one for one in _workers(node) if one["url"] != row["url"]]
+    alike = [one for one in others if one.get("model") == row.get("model")]
+    if not force and not any(one.get("ready") and not one.get("draining") for one in alike):
+        of = "" if len(alike) == len(others) else f" of the model {row['model']}"
         raise NodeError(
-            f"{row['id']} is the last engine that is ready: without it no request is answered. "
+            f"{row['id']} is the last engine{of} that is ready: without it no request is answered. "
             "To drain it all the same: --force"
         )
     row = node.delete(f"{_WORKERS}?id={quote(row['id'], safe='')}")

@@ -111,7 +111,8 @@ def _print(found: Mapping[str, Any], query: Mapping[str, object]) -> None:
         more = (
             "" if found["found"] >= int(str(query["limit"])) else "; an earlier time was not read"
         )
-        shown.print(plain(f"\nRead back to {ago} ago{more}. --since reads further."), style="dim")
+        shown.print()
+        shown.print(plain(f"Read back to {ago} ago{more}. --since reads further."), style="dim")
 
 
 def _table(rows: Sequence[Mapping[str, Any]]) -> Any:

@@ -178,6 +178,25 @@ async def test_a_fallback_of_responses_gets_its_own_name(start: Start) -> None:
     assert "sgl_ext_model_fallbacks_total{" in await metrics(client)
 
 
+async def test_a_model_whose_engines_are_busy_has_no_fallback(start: Start) -> None:
+    arrived, goes_on = asyncio.Event(), asyncio.Event()
+
+    async def answer(_: web.Request) -> web.Response:
+        arrived.set()
+        await goes_on.wait()
+        return web.json_response({"engine": "a"})
+
+    served = (ServedModel("large", "small"), ServedModel("small"))
+    engines = Engine("a", answer, model="large"), Engine("b", model="small")
+    client = await start(*engines, served=served, max_in_flight=1, queue_limit=0)
+    first = asyncio.create_task(engine_of(client, "large"))
+    await arrived.wait()
+    assert (await engine_of(client, "large"))[0] == 529
+    assert not engines[1].seen
+    goes_on.set()
+    assert await first == "a"
+
+
 @pytest.mark.parametrize("fallback", ["small", ""])
 async def test_a_fallback_answers_for_a_model_without_an_engine(
     fallback: str, start: Start

@@ -194,6 +194,14 @@ def test_an_engine_with_ranks_drains_as_a_whole(node: FakeNode, run: Run) -> Non
         assert node.asked[-1][0] == "DELETE /sgl_ext/workers?id=engine-0%40box%3A30000"
 
 
+def test_the_last_engine_of_a_model_needs_force(node: FakeNode, run: Run) -> None:
+    own = {**WORKERS["workers"][0], "model": "large"}
+    other = {**own, "id": "engine-9@box:30000", "url": "http://box:30009", "model": "small"}
+    node.answers["GET /sgl_ext/workers"] = {"workers": [own, other | {"ready": True}]}
+    code, _, err = run("drain", "engine-0")
+    assert (code, "is the last engine of the model large that is ready" in err) == (1, True)
+
+
 def test_a_drained_engine_is_taken_back_by_its_name(node: FakeNode, run: Run) -> None:
     row = {**WORKERS["workers"][0], "state": "drained", "draining": True}
     node.answers["GET /sgl_ext/workers"] = {"workers": [row]}

@@ -107,3 +107,10 @@ def test_it_follows_and_prints_each_request_once(
 
 def test_slow_does_not_follow(node: FakeNode, run: Run) -> None:
     assert run("requests", "--slow", "-f")[0] == 2
+
+
+def test_how_far_it_read_is_a_line_of_its_own(node: FakeNode, run: Run) -> None:
+    searched = {"lines": 9, "back_to_s": 1_700_000_000.0, "complete": False}
+    node.answers[PATH] = document(row("req_1"), searched=searched)
+    assert run("requests", "-n", "1")[1].splitlines()[-2:][0] == ""
+    assert run("requests", "-n", "1")[1].splitlines()[-1].startswith("Read back to ")

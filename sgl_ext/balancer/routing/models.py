@@ -232,7 +232,9 @@ class Models(Collector):
 
     def instead_of(self, pool: ModelPool) -> ModelPool | None:
         """The model that takes a request for which the other has no engine any more; None if it is
-        refused."""
+        refused, as one is that finds all engines busy."""
+        if pool.router.any_available():
+            return None
         name = pool.fallback
         other = self._exact(name) if name else None
         if other is None and not self._is_known(pool) and not self.is_strict:

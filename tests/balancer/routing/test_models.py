@@ -165,6 +165,8 @@ def test_a_request_that_waits_goes_to_the_fallback_when_the_last_engine_is_gone(
         fallbacks={"large": "small"},
     )
     large, small = node.models.all
+    assert node.models.instead_of(large) is None  # it is busy
+    node["a"].ready = False
     assert node.models.instead_of(large) is small
     assert node.models.instead_of(small) is None
     node["b"].ready = False
