@@ -137,7 +137,7 @@ def person(url: str, home: Path, client: str) -> dict[str, str]:
 
 def test_qwen_code_takes_the_small_model_beside_its_own(url: str, tmp_path: Path) -> None:
     before, environment = asked(url), person(url, tmp_path, "qwen-code")
-    command = [installed("Qwen Code") / "qwen", "--auth-type", "openai", "-p", "Say hello."]
+    command = [str(installed("Qwen Code") / "qwen"), "--auth-type", "openai", "-p", "Say hello."]
     done = subprocess.run(
         command, env=environment, cwd=tmp_path, stdin=subprocess.DEVNULL, timeout=HANG_S
     )
@@ -147,11 +147,11 @@ def test_qwen_code_takes_the_small_model_beside_its_own(url: str, tmp_path: Path
 
 def test_codex_makes_memories_with_the_small_model(url: str, codex: Path, tmp_path: Path) -> None:
     environment = person(url, tmp_path, "codex")
-    command = [codex, "exec", "--profile", "sgl-ext", "--skip-git-repo-check"]
+    command = [str(codex), "exec", "--profile", "sgl-ext", "--skip-git-repo-check"]
     command += ["--enable", "memories", "Say hello."]
-    quiet = {"stdin": subprocess.DEVNULL, "stdout": subprocess.DEVNULL}
-    with subprocess.Popen(command, env=environment, cwd=tmp_path, **quiet) as process:
+    process = subprocess.Popen(command, env=environment, cwd=tmp_path, stdin=subprocess.DEVNULL)
+    with process:
         try:  # what it asks for has no end, of a model with random weights
-            until(lambda: models(url)["small"]["in_flight"])
+            until(lambda: bool(models(url)["small"]["in_flight"]))
         finally:
             process.kill()
