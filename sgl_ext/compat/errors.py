@@ -43,6 +43,7 @@ import re
 import traceback
 from ast import literal_eval
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+from functools import partial
 from http import HTTPStatus
 from typing import Any, NamedTuple
 
@@ -52,6 +53,7 @@ from starlette.datastructures import Headers, MutableHeaders
 from sgl_ext.compat import window
 from sgl_ext.compat.window import CODE as TOO_LONG
 from sgl_ext.compat.window import too_long
+from sgl_ext.engine import sglang_api
 from sgl_ext.engine.core.request_context import RequestContext, context_in, current
 from sgl_ext.engine.core.request_names import request_id_of
 from sgl_ext.protocols.anthropic import ANTHROPIC, status_of_type
@@ -177,6 +179,50 @@ def of_item(message: str, items: Any) -> Wrong | None:
             if item.get(name) is not None and not isinstance(item[name], types):
                 return Wrong(f"input[{at}].{name}", what)
     return Wrong("input", what)
+
+
+_MOST_SEARCHED = 1_000
+_EXPECTED = re.compile(r"invalid (?:type|value): .*, expected (.*)", re.DOTALL)
+_UNKNOWN = re.compile(r"unknown field `(.*?)`, expected .*", re.DOTALL)
+_FORMS = (
+    (re.compile("u64"), "an integer of at least 0"),
+    (re.compile("i64"), "an integer"),
+    (re.compile("f64"), "a number"),
+    (re.compile("a boolean"), "true or false"),
+    (re.compile("a string"), "a string"),
+    (re.compile("a sequence"), "a list"),
+    (re.compile("a map"), "an object"),
+    (re.compile(".* for StringOrList"), "a string or a list of strings"),
+    (re.compile(".* for (?:Optional)?Int64OrList"), "an integer or a list of integers"),
+)
+
+
+def of_contract(value: Any, check: Callable[[Any], str | None], path: str = "") -> Wrong | None:
+    """What is wrong with a body on /generate, of which SGLang names no field; None if nothing is.
+
+    check: what SGLang says of a body that has this value, and nothing else, at this path.
+    """
+    said = check(value)
+    if said is None:
+        return None
+    is_searched = isinstance(value, dict | list) and len(value) <= _MOST_SEARCHED
+    if is_searched and check(type(value)()) is None:  # it may be one
+        is_list = isinstance(value, list)
+        for key, inner in enumerate(value) if is_list else value.items():
+            inside = partial(_of_entry, check, None if is_list else key)
+            found = of_contract(inner, inside, f"{path}.{key}" if path else str(key))
+            if found is not None:
+                return found
+    if _UNKNOWN.fullmatch(said) is not None:
+        return Wrong(path, "is no field")
+    expected = _EXPECTED.fullmatch(said)
+    form = said if expected is None else expected[1]
+    known = next((words for pattern, words in _FORMS if pattern.fullmatch(form)), None)
+    return Wrong(path, said if known is None else f"must be {known}")
+
+
+def _of_entry(check: Callable[[Any], str | None], key: Any, value: Any) -> str | None:
+    return check([value] if key is None else {key: value})
 
 
 def _read(text: str) -> Iterator[dict[str, Any]]:
@@ -607,6 +653,9 @@ class _Answer:
         body = b"".join(self._parts)
         if status == 500 and self._path.endswith(_DETOKENIZE):
             await self.reject(EngineError(400, _WRONG_VALUE, "tokens"))
+        elif status == 400 and self._path in GENERATE.paths and (wrong := self._unnamed(body)):
+            field = wrong.path or "body"
+            await self.reject(EngineError(400, f"{field}: {wrong.what}", field), start)
         elif status >= 400 and (self._shape is not None or exposes_internals(body)):
             error = self._of_path(read_error(status, body))
             await self.reject(self._by_context(error), {**start, "status": error.status})
@@ -614,6 +663,17 @@ class _Answer:
             self.is_begun = True
             await self._send(start)
             await self._send({**message, "body": body})
+
+    def _unnamed(self, body: bytes) -> Wrong | None:
+        """What is wrong with the request of an error that names no field, which is a mere text."""
+        context = context_in(self._scope)
+        try:
+            is_text = isinstance(orjson.loads(body).get("error"), str)
+        except (orjson.JSONDecodeError, AttributeError):
+            return None
+        if not is_text or context is None:
+            return None
+        return of_contract(context.body, sglang_api.generate_contract_error)
 
     def _of_path(self, error: EngineError) -> EngineError:
         """An error that names the path, if it is one of the path: the framework names none, and

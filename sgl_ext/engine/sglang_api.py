@@ -37,6 +37,7 @@ HTTP_PROCESS = (
     "sglang.srt.utils.auth:AuthLevel",
     "sglang.srt.environ:envs",
     "sglang.srt.entrypoints.engine:logger",
+    "sglang.srt.entrypoints.api_contract:generate_contract_error",
     "sglang.srt.entrypoints.http_server:app",
     "sglang.srt.entrypoints.http_server:available_models",
     "sglang.srt.entrypoints.http_server:get_global_state",

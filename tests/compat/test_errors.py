@@ -38,6 +38,7 @@ from sgl_ext.compat.errors import (
     with_field,
     with_path,
 )
+from sgl_ext.engine import sglang_api
 from sgl_ext.engine.core.request_context import RequestContext, enter, entered, put_on
 from sgl_ext.protocols.chat import CHAT
 from sgl_ext.protocols.registry import errors_of, of_path
@@ -668,3 +669,52 @@ async def test_generate_says_in_known_words_that_an_aborted_prompt_is_too_long()
         assert context.failed_status == 400
     assert told["/generate"].startswith("This model's maximum context length is 699 tokens.")
     assert told["/v1/completions"] == text, "the error middleware words it"
+
+
+@pytest.mark.parametrize(
+    ("body", "path", "what"),
+    [
+        ({"temperature": "x"}, "temperature", "must be a number"),
+        ({"max_new_tokens": 1.5, "n": 1}, "max_new_tokens", "must be an integer"),
+        ({"n": 1, "ignore_eos": "no"}, "ignore_eos", "must be true or false"),
+        ({"stop": ["a", 5]}, "stop.1", "must be a string"),
+        ({"stop": 5}, "stop", "must be a string or a list of strings"),
+        ({"stop_token_ids": 5}, "stop_token_ids", "must be a list"),
+        ({"stop_token_ids": [1, "a"]}, "stop_token_ids.1", "must be an integer"),
+        ({"logit_bias": [1]}, "logit_bias", "must be an object"),
+        ({"logit_bias": {"5": "x"}}, "logit_bias.5", "must be a number"),
+        ({"tempreature": 1}, "tempreature", "is no field"),
+        ({"top_k": "a", "temperature": "x"}, "top_k", "must be an integer"),
+    ],
+)
+def test_a_wrong_sampling_parameter_of_generate_is_named(
+    body: dict[str, Any], path: str, what: str
+) -> None:
+    check = sglang_api.generate_contract_error
+    for params, place in ((body, ""), ([{}, body], ".1")):
+        whole = {"text": "a", "sampling_params": params}
+        assert errors.of_contract(whole, check) == (f"sampling_params{place}.{path}", what)
+    assert errors.of_contract({"text": "a", "sampling_params": {"temperature": 1}}, check) is None
+
+
+@pytest.mark.parametrize(
+    ("body", "path", "what"),
+    [
+        ({"text": ["a", 5]}, "text.1", "must be a string"),
+        ({"max_thinking_tokens": -5}, "max_thinking_tokens", "must be an integer of at least 0"),
+        (
+            {"top_logprobs_num": True},
+            "top_logprobs_num",
+            "must be an integer or a list of integers",
+        ),
+        ({"image_data": {"a": 1}}, "image_data.a", "is no field"),
+        ([], "", "invalid type: sequence, expected struct GenerateRequest"),
+        (
+            {"x": "y" * 5, "sampling_params": dict.fromkeys(map(str, range(1001)), 1)},
+            "sampling_params",
+            "is no field",
+        ),
+    ],
+)
+def test_a_wrong_field_of_generate_is_named(body: Any, path: str, what: str) -> None:
+    assert errors.of_contract(body, sglang_api.generate_contract_error) == (path, what)
