@@ -277,11 +277,13 @@ def _furthest_at(located: list[tuple[Steps, Any]], at: int) -> list[tuple[Steps,
     return [each for each in located if each[0] not in left]
 
 
-def _distance(locations: list[Steps], at: int) -> tuple[bool, int]:
-    """How far the type at this step came: whether the value is of the kind that is meant, and how
-    deep its faults are."""
+def _distance(locations: list[Steps], at: int) -> tuple[bool, int, int]:
+    """How far the type at this step came: whether the value is of the kind that is meant, how many
+    entries of a list it takes, and how deep its faults are."""
     is_other = any(len(each) == at + 2 and each[-1] in _KINDS for each in locations)
-    return not is_other, max(map(len, locations))
+    entries = [each[at + 1] if len(each) > at + 1 else -1 for each in locations]
+    taken = min(entry if isinstance(entry, int) else 0 for entry in entries)
+    return not is_other, taken, max(map(len, locations))
 
 
 def _is_field(step: Any) -> bool:

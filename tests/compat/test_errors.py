@@ -19,7 +19,7 @@ from fastapi import FastAPI, HTTPException, Request
 from fastapi.exception_handlers import http_exception_handler
 from fastapi.exceptions import RequestValidationError
 from jinja2 import TemplateError
-from pydantic import BaseModel, model_validator
+from pydantic import BaseModel, ValidationError, model_validator
 from starlette.responses import JSONResponse, StreamingResponse
 from starlette.testclient import TestClient
 
@@ -718,3 +718,26 @@ def test_a_wrong_sampling_parameter_of_generate_is_named(
 )
 def test_a_wrong_field_of_generate_is_named(body: Any, path: str, what: str) -> None:
     assert errors.of_contract(body, sglang_api.generate_contract_error) == (path, what)
+
+
+@pytest.mark.parametrize(
+    ("prompt", "path", "what"),
+    [
+        (["ok", 5], "prompt.1", "must be a string"),
+        (["ok", None], "prompt.1", "must be a string"),
+        (["ok", ["x"]], "prompt.1", "must be a string"),
+        ([1, "x"], "prompt.1", "must be an integer"),
+        ([[1, 2], "x"], "prompt.1", "must be a list"),
+        ([[1, 2], [3, "x"]], "prompt.1.1", "must be an integer"),
+    ],
+)
+def test_the_wrong_entry_of_a_list_of_prompts_is_named(
+    prompt: list[Any], path: str, what: str
+) -> None:
+    class Body(BaseModel):
+        prompt: list[int] | list[list[int]] | str | list[str]
+
+    with pytest.raises(ValidationError) as refused:
+        Body(prompt=prompt)
+    found = [{**error, "loc": ("body", *error["loc"])} for error in refused.value.errors()]
+    assert errors.fields_of(found) == [(path, what)]
