@@ -447,7 +447,7 @@ class Residency:
             if leaf is not None:
                 above.node = leaf.node
         self._segments[segment] = _Segment(parent, tokens - tokens % self.page, measured)
-        self._unpublished.note_new(segment, parent)
+        self._unpublished.note(segment, parent)
 
     def _add_leaf(self, segment: int, leaf: _Leaf) -> None:
         """Adds a leaf as the most recently used."""

@@ -7,7 +7,7 @@ above it: without its beginning the end of a prefix is of no use.
 
 from collections import defaultdict
 from collections.abc import Iterable, Mapping
-from itertools import islice
+from itertools import chain
 from typing import NamedTuple, Protocol
 
 Stored = tuple[int, int | None, int]
@@ -37,7 +37,7 @@ class _Entry(Protocol):
 
 
 class Unpublished:
-    """The segments that a receiver must be sent, in an order in which parents come first.
+    """The segments that a receiver must be sent.
 
     cleared: whether it must be cleared before.
     """
@@ -51,12 +51,7 @@ class Unpublished:
         return bool(self._changed or self._renewed) or self.cleared
 
     def note(self, segment: int, parent: int | None) -> None:
-        """A segment's tokens changed, or it is held no more."""
-        self._changed.setdefault(segment, parent)
-
-    def note_new(self, segment: int, parent: int | None) -> None:
-        """A segment is on the device. One that was removed comes after its parent again."""
-        self._changed.pop(segment, None)
+        """A segment is new, its tokens changed, or it is held no more."""
         self._changed[segment] = parent
 
     def note_left(self, segment: int, parent: int | None, *, is_kept: bool) -> None:
@@ -84,34 +79,37 @@ class Unpublished:
         device: Mapping[int, _Entry],
         host: Mapping[int, _Entry] | None = None,
     ) -> Changes:
-        """The changes to send: those of the `most` segments that changed first, and the parents of
-        segments that are on the host.
+        """The changes to send: those of `most` segments, first those that changed first.
 
-        Parents come first, because a child that changed before its parent was returned by an
-        earlier call. host: None without one.
+        Each segment comes after its parents that are still to be sent. host: None without one.
         """
-        most = len(self._renewed) + len(self._changed) if most is None else most
-        renewed = list(islice(self._renewed, most))
-        some = dict(islice(self._changed.items(), most - len(renewed)))
         here: Mapping[int, _Entry] = {} if host is None else host
-        for segment in [s for s in some if s in here]:
-            # A removal of this call may take its parents from the device, so they come with it.
-            above = here[segment].parent
-            while above is not None and above in self._changed and above not in some:
-                some[above] = self._changed[above]
-                above = some[above]
-        for segment in renewed:
-            del self._renewed[segment]
-        for segment in some:
-            del self._changed[segment]
-        off_device = {s: p for s, p in some.items() if s not in device}
+        most = len(self._renewed) + len(self._changed) if most is None else most
+        some: dict[int, int | None] = {}
+        for segment in chain(self._renewed, self._changed):
+            if len(some) >= most:
+                break
+            branch, current = list[int](), segment
+            while current not in some and (current in self._changed or current in self._renewed):
+                branch.append(current)
+                entry = device.get(current) or here.get(current)
+                above = self._changed.get(current) if entry is None else entry.parent
+                if above is None:
+                    break
+                current = above
+            for each in reversed(branch[len(some) - most :]):
+                some[each] = self._changed.get(each)
+        off_device = {s: p for s, p in some.items() if s in self._changed and s not in device}
         gone = {s: p for s, p in off_device.items() if host is not None and s not in host}
+        for segment in some:
+            self._renewed.pop(segment, None)
+            self._changed.pop(segment, None)
         changes = Changes(
             self.cleared,
             _topmost(off_device),
-            [(s, device[s].parent, device[s].tokens) for s in (*renewed, *some) if s in device],
+            [(s, device[s].parent, device[s].tokens) for s in some if s in device],
             _topmost(gone),
-            _parents_first({s: here[s] for s in (*renewed, *some) if s in here}),
+            _parents_first({s: here[s] for s in some if s in here}),
         )
         self.cleared = False
         return changes

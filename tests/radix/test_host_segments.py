@@ -280,6 +280,14 @@ STEPS = st.lists(
 @example(
     [("run", Said((1,)), 6), ("demote", 0, True), ("run", Said((1,)), 1), ("demote", 0, False)], 1
 )
+@example([("run", Said((4, 1)), 12), ("demote", 0, True), ("run", Said((4,)), 8), ("hear", 1)], 1)
+@example(
+    [
+        *(("run", Said((1, 1)), 8), ("demote", 0, True), ("renew",), ("hear", 1)),
+        *(("run", Said((1, 1)), 8), ("hear", 2)),
+    ],
+    1,
+)
 def test_no_tier_is_claimed_to_have_more_than_it_has(
     steps: list[tuple[object, ...]], page: int
 ) -> None:
