@@ -15,7 +15,7 @@ from sgl_ext_cpu.nursery import Nursery
 WITHOUT_ENGINES = ("index", "proxy", "routing", "tool_loop")
 WITH_ENGINES = (
     *("fanout", "header_strip", "pin_flood", "priority", "speculative_prefill"),
-    *("warm_turn", "decode", "restarts"),
+    *("warm_turn", "decode", "restarts", "compaction"),
 )
 # Benches of several files, with engines.
 PACKAGES = ("recorded",)
