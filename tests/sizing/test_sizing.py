@@ -21,6 +21,7 @@ from sgl_ext.sizing.model import (
     Wish,
     engine_room,
     engines_for,
+    host_needs,
     kv_cost,
     load_of,
     model_folder,
@@ -264,6 +265,10 @@ def test_a_gpu_has_a_name_or_a_size_with_a_unit(
         assert (ended.value.code, err.count("\n")) == (2, 1)
         assert err.startswith("sgl-ext size: --gpu: ")
         assert said in err
+
+
+def test_hicache_takes_twice_the_kv_cache_of_all_engines() -> None:
+    assert host_needs(4, 100_000, 50_000, 10 << 30).hicache_bytes == 80 << 30
 
 
 def test_host_time_is_known_for_the_sizes_that_were_measured() -> None:
