@@ -147,7 +147,8 @@ def case(source: Random, vocab_size: int = 8192) -> tuple[str, bytes]:
         names = source.sample(("temperature", "top_k", "top_p", "stop", "seed", "num_predict"), 2)
         body["options"] = {"num_predict": _WRITTEN} | {n: _value(source, n) for n in names}
         if body["options"]["num_predict"] not in (0, 1, 2, 3):
-            body["options"]["num_predict"] = source.choice((-1, -9, 1.5, "a", []))
+            # Not -1 and -2: they ask for an answer without a limit.
+            body["options"]["num_predict"] = source.choice((-3, -9, 1.5, "a", []))
         return path, json.dumps(body).encode()
     else:
         body[limit] = _WRITTEN

@@ -244,7 +244,7 @@ def send(engine: Engine, first: int, count: int, vocab_size: int) -> Counter[int
         headers = {"content-type": "application/json"}
         try:
             answer = requests.post(engine.url + path, data=body, headers=headers, timeout=300)
-        except requests.ConnectionError as error:
+        except requests.RequestException as error:
             raise AssertionError(f"case {number}: {path} {body!r}") from error
         return answer.status_code
 
