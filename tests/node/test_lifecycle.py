@@ -27,6 +27,7 @@ ENDLESS = {
     "model": "m",
     "max_tokens": 100_000,
     "stream": True,
+    "temperature": 0,  # by chance an answer may end at once
     "messages": [{"role": "user", "content": "go on"}],
 }
 
