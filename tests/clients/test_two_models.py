@@ -12,7 +12,7 @@ import threading
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import requests
@@ -94,6 +94,10 @@ def asked(url: str) -> dict[str, float]:
     return found
 
 
+def restart_of(url: str) -> dict[str, Any]:
+    return cast(dict[str, Any], requests.get(f"{url}/sgl_ext/restart", timeout=HANG_S).json())
+
+
 def test_each_model_answers_claude_code_by_its_own_name(project: Project, url: str) -> None:
     for model, name in (("large", "large"), ("haiku", "small"), ("claude-haiku-4-5", "small")):
         before = asked(url)
@@ -116,8 +120,9 @@ def test_one_model_restarts_while_claude_code_goes_on_with_the_other(
     assert project.ask("Say hello.", "--model", "large")["result"] == '"hello"'
     waits.join(HANG_S)
     assert ended == ['"hello"']
-    restart = requests.get(f"{url}/sgl_ext/restart", timeout=HANG_S).json()
-    assert (restart["state"], restart["error"]) == ("done", None)
+    # The engine answers before the restart has noted that it does.
+    until(lambda: restart_of(url)["state"] != "running")
+    assert (restart_of(url)["state"], restart_of(url)["error"]) == ("done", None)
     assert {name: row["ready"] for name, row in models(url).items()} == {"large": 1, "small": 1}
 
 
