@@ -24,7 +24,8 @@ from sgl_ext.balancer.conversations.conversation_store import ConversationStore
 from sgl_ext.balancer.conversations.tenant_documents import TenantDocuments
 from sgl_ext.balancer.http.request_head import RequestHeadCache
 from sgl_ext.balancer.metrics.registry import Metrics
-from sgl_ext.balancer.relay.reading import Bodies, HintRules
+from sgl_ext.balancer.relay.bodies import Bodies
+from sgl_ext.balancer.relay.reading import HintRules
 from sgl_ext.balancer.relay.services import Services
 from sgl_ext.balancer.reporting.activity import Activity
 from sgl_ext.balancer.reporting.diagnosis import DivergenceDetector, QuickDetector

@@ -24,7 +24,7 @@ from sgl_ext.node.restarts import RestartRefused, Restarts, read_order
 from sgl_ext.process import make_folder
 from sgl_ext.settings.reloading import NothingToRead
 from sgl_ext.settings.schema import SettingsError
-from sgl_ext.wire.orders import CHILDREN, RELOAD, RESTART, EngineRow, engines_document
+from sgl_ext.wire.launcher import CHILDREN, RELOAD, RESTART, EngineRow, engines_document
 
 SOCKET_FOLDERS = "sgl-ext-launcher-"
 """The prefix of the folders for sockets whose log directory has a long name."""

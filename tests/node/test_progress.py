@@ -6,10 +6,10 @@ from pathlib import Path
 
 from rich.console import Console
 
-from sgl_ext.launch import start_progress, summary
 from sgl_ext.node.child import Child
 from sgl_ext.node.children import make_children
 from sgl_ext.node.hardware import Hardware
+from sgl_ext.node.progress import start_progress, summary
 from sgl_ext.ports import free_ports
 from sgl_ext.settings.schema import BalancerSettings, LaunchSettings
 

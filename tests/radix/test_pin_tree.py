@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from radix.pins import PinTree, Trial
+from radix.pin_tree import PinTree, Trial
 
 Tokens = tuple[int, ...]
 Prefixes = dict[tuple[Hashable, Tokens], str]

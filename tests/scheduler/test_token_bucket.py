@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sgl_ext.balancer.access.rate_limits import Bucket
+from scheduler.token_bucket import Bucket
 
 
 @pytest.mark.parametrize(

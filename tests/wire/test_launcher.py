@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sgl_ext.wire.orders import EngineRow, engines_document, engines_in
+from sgl_ext.wire.launcher import EngineRow, engines_document, engines_in
 
 texts = st.text(max_size=9)
 rows: Any = st.fixed_dictionaries(

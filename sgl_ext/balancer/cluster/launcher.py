@@ -20,7 +20,7 @@ from sgl_ext.balancer.metrics.registry import Metrics
 from sgl_ext.balancer.routing.engine_settings import EngineSettingsSender
 from sgl_ext.settings.reloading import LiveSettings, NothingToRead, in_words
 from sgl_ext.settings.schema import BalancerSettings, SettingsError
-from sgl_ext.wire.orders import CHILDREN, RELOAD, RESTART, EngineRow, engines_in
+from sgl_ext.wire.launcher import CHILDREN, RELOAD, RESTART, EngineRow, engines_in
 
 # It checks new flags with SGLang's parser before it answers, which takes seconds.
 _TIMEOUT = aiohttp.ClientTimeout(total=60)

@@ -11,7 +11,7 @@ import orjson
 import pytest
 from wsproto.events import Ping, TextMessage
 
-from sgl_ext.balancer.relay.services import AGAIN_S, Heartbeats
+from sgl_ext.balancer.relay.heartbeats import AGAIN_S, Heartbeats
 from sgl_ext.balancer.server import Balancer
 from sgl_ext.protocols.errors import OPENAI_ERRORS, openai_body
 from sgl_ext.protocols.registry import of_path

@@ -12,7 +12,8 @@ import pytest
 from msgspec import structs
 
 from sgl_ext.balancer.conversations.expansion import Found, Named
-from sgl_ext.balancer.relay.reading import BodyReader, LargeBodies, ReadPlan
+from sgl_ext.balancer.relay.bodies import LargeBodies
+from sgl_ext.balancer.relay.reading import BodyReader, ReadPlan
 from sgl_ext.limits.bounds import LARGE_BODY_BYTES
 from sgl_ext.limits.byte_account import ByteAccount
 from sgl_ext.protocols.errors import BalancerError

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from sgl_ext.balancer.routing.router import CONFIRM_S, UNCONFIRMED_S
+from sgl_ext.balancer.routing.attempts import CONFIRM_S, UNCONFIRMED_S
 from tests.balancer.routing.test_router import A, B, Setting
 
 

@@ -14,7 +14,7 @@ from starlette.testclient import TestClient
 from sgl_ext.engine.core.request_context import RequestContext, enter
 from sgl_ext.engine.http.extension import HttpExtension
 from sgl_ext.engine.http.request_hook import send_hints
-from sgl_ext.engine.http_server import event_routes, pin_routes
+from sgl_ext.engine.http.routes import event_routes, pin_routes
 from sgl_ext.pin_mirror import PinMirror
 from sgl_ext.settings.schema import EngineSettings
 from sgl_ext.wire.events import EVENTS_PATH, SUBSCRIBERS_PATH

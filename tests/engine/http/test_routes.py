@@ -24,8 +24,9 @@ from starlette.testclient import TestClient
 
 from scheduler.silence import WORKING_FAULTS
 from sgl_ext.compat.errors import ErrorMiddleware
-from sgl_ext.engine import http_server, sglang_api
-from sgl_ext.engine.http_server import (
+from sgl_ext.engine import sglang_api
+from sgl_ext.engine.http import routes
+from sgl_ext.engine.http.routes import (
     STOPPED_S,
     Readiness,
     count_faults,
@@ -229,9 +230,9 @@ def test_a_compiler_touches_memory_and_a_loop_does_not(child: tuple[int, bool]) 
 
 
 def test_an_engine_says_how_old_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(http_server, "SAMPLE_S", 0.0)
-    monkeypatch.setattr(http_server, "faults_by_process", dict)
-    client = TestClient(Starlette(routes=[http_server.work_route()]))
+    monkeypatch.setattr(routes, "SAMPLE_S", 0.0)
+    monkeypatch.setattr(routes, "faults_by_process", dict)
+    client = TestClient(Starlette(routes=[routes.work_route()]))
     signs = client.get("/sgl_ext/work").json()
     assert signs["page_faults"] == 0
     assert 0 <= signs["age_s"] < 60

@@ -13,7 +13,7 @@ from starlette.applications import Starlette
 from starlette.testclient import TestClient
 
 from sgl_ext.engine.http.extension import HttpExtension
-from sgl_ext.engine.http_server import settings_route
+from sgl_ext.engine.http.routes import settings_route
 from sgl_ext.engine.prefill_ahead.prefiller import Prefiller
 from sgl_ext.engine.scheduler.extension import SchedulerExtension
 from sgl_ext.settings.fields import fields_of
