@@ -12,15 +12,18 @@ from sgl_ext.balancer.routing.models import ModelPool, Models
 from sgl_ext.balancer.routing.prefixes import Prefixes
 from sgl_ext.balancer.routing.router import Router
 from sgl_ext.balancer.routing.standby_prefill import StandbyPrefill
-from sgl_ext.balancer.routing.workers import Workers, WorkerSet
+from sgl_ext.balancer.routing.workers import Slots, Workers, WorkerSet
 from sgl_ext.membership.sources import STATIC, StaticList
 
 
 def workers_at(
-    urls: Iterable[str], metrics: Metrics, clock: Callable[[], float] = time.monotonic
+    urls: Iterable[str],
+    metrics: Metrics,
+    clock: Callable[[], float] = time.monotonic,
+    slots: Slots | None = None,
 ) -> Workers:
-    """The workers at these URLs, from a static list."""
-    workers = Workers(metrics, clock)
+    """The workers at these URLs, from a static list. slots: of a group of processes."""
+    workers = Workers(metrics, clock, slots=slots)
     workers.apply(STATIC, StaticList(urls).members)
     return workers
 

@@ -133,6 +133,7 @@ async def health(request: web.Request) -> web.Response:
     """200 if at least one engine is ready, 503 otherwise and while draining; lists all engines.
     With fewer than there should be, the status is "degraded".
 
+    ready: whether each process of this balancer finds the engine ready.
     is_drained: whether an operator took its requests away.
     hung_s: for how long an engine has hung without a stop from outside; 0 if it does not hang.
     """
@@ -144,7 +145,7 @@ async def health(request: web.Request) -> web.Response:
             {
                 "id": w.id,
                 "url": w.url,
-                "ready": w.ready,
+                "ready": services.workers.is_ready_in_all(w),
                 "in_flight": w.in_flight + w.peer_load.in_flight,
                 "state": w.state,
                 "is_drained": w.member.state == "drained",

@@ -57,7 +57,7 @@ from sgl_ext.balancer.reporting.request_log import SearchTooLong
 from sgl_ext.balancer.routing.router import explain
 from sgl_ext.balancer.routing.worker import Worker
 from sgl_ext.balancer.routing.worker_probes import WorkerProbes
-from sgl_ext.balancer.routing.workers import MOST_ADDED
+from sgl_ext.balancer.routing.workers import MOST_ADDED, Workers
 from sgl_ext.balancer.store.documents import StoreFailed
 from sgl_ext.doctor.requests import MOST_ROWS, STATUS, Search
 from sgl_ext.protocols import routes
@@ -78,7 +78,7 @@ _FORWARDED_HEADERS = (TENANT_HEADER, OWNER_HEADER)
 
 async def show_workers(request: web.Request) -> web.Response:
     services = request.app[SERVICES]
-    rows = [_shown(worker) for worker in services.workers.all]
+    rows = [_shown(services.workers, worker) for worker in services.workers.all]
     return json_response({"workers": rows, "sources": services.sources.rows()})
 
 
@@ -103,7 +103,7 @@ async def add_worker(request: web.Request) -> web.Response:
     failed = services.metrics.background_failed
     probes = WorkerProbes(workers, services.session, failed, stated=services.models.note)
     await probes.probe(worker)
-    return json_response(_shown(worker), HTTPStatus.OK if known else HTTPStatus.CREATED)
+    return json_response(_shown(workers, worker), HTTPStatus.OK if known else HTTPStatus.CREATED)
 
 
 async def _require_answer(services: Services, url: str) -> None:
@@ -128,7 +128,7 @@ async def drain_worker(request: web.Request) -> web.Response:
         wrong = f"url: no worker is {url!r}" if name is None else f"id: no worker is {name!r}"
         raise BalancerError(HTTPStatus.NOT_FOUND, wrong)
     workers.remove(worker, time.time())
-    return json_response(_shown(worker), HTTPStatus.ACCEPTED)
+    return json_response(_shown(workers, worker), HTTPStatus.ACCEPTED)
 
 
 async def show_pins(request: web.Request) -> web.Response:
@@ -255,7 +255,7 @@ def json_response(document: Any, status: int = HTTPStatus.OK) -> web.Response:
     return web.Response(status=int(status), body=body, content_type="application/json")
 
 
-def _shown(worker: Worker) -> dict[str, Any]:
+def _shown(workers: Workers, worker: Worker) -> dict[str, Any]:
     state: str = "gone" if worker.is_gone else worker.member.state
     if state == "drained":
         state = worker.state  # until its last request has ended, it drains
@@ -268,7 +268,7 @@ def _shown(worker: Worker) -> dict[str, Any]:
         "labels": dict(worker.member.labels),
         "source": worker.source,
         "state": state,
-        "ready": worker.ready,
+        "ready": workers.is_ready_in_all(worker),
         "draining": worker.draining,
         "fault": worker.fault,
         "breaker": worker.breaker.state,

@@ -16,7 +16,7 @@ from sgl_ext.limits import at_once
 from sgl_ext.limits.at_once import SharedRequestsAtOnce, locked
 
 _WRITER = 0
-_SLOT_BYTES = 16 * MAX_HOLDERS
+_SLOT_BYTES = 24 * MAX_HOLDERS
 
 
 class GroupMemory:
@@ -57,19 +57,21 @@ class GroupSlots(Slots):
     """Slots that are the same in all processes of a group. A slot is free again after the worker
     has left in each of them.
 
-        slot n    hash of the worker's name | its processes, a bit each
+        slot n    hash of the worker's name | its processes, a bit each | those that find it ready
 
     A worker beyond MAX_HOLDERS gets a slot of this process's own, which the index does not know.
     """
 
     def __init__(self, words: memoryview, file: int, process: int) -> None:
         super().__init__()
-        self._names, self._users = words[:MAX_HOLDERS], words[MAX_HOLDERS:]
+        self._names, self._users = words[:MAX_HOLDERS], words[MAX_HOLDERS : 2 * MAX_HOLDERS]
+        self._finders = words[2 * MAX_HOLDERS :]
         self._file = file
         self._mine = 1 << process
         with locked(self._file):
-            for slot, users in enumerate(self._users):
-                self._users[slot] = users & ~self._mine
+            for slot in range(MAX_HOLDERS):
+                self._users[slot] &= ~self._mine
+                self._finders[slot] &= ~self._mine
 
     def take(self, worker: str) -> int:
         name = xxhash.xxh3_64_intdigest(worker.encode())
@@ -92,3 +94,16 @@ class GroupSlots(Slots):
             return
         with locked(self._file):
             self._users[slot] &= ~self._mine
+            self._finders[slot] &= ~self._mine
+
+    def mark(self, slot: int, *, ready: bool) -> None:
+        if slot >= MAX_HOLDERS:
+            super().mark(slot - MAX_HOLDERS, ready=ready)
+        elif ready is not bool(self._finders[slot] & self._mine):
+            with locked(self._file):
+                self._finders[slot] ^= self._mine
+
+    def all_ready(self, slot: int) -> bool:
+        if slot >= MAX_HOLDERS:
+            return super().all_ready(slot - MAX_HOLDERS)
+        return not self._users[slot] & ~self._finders[slot]

@@ -105,7 +105,7 @@ class Services:
         are not served."""
         if self.draining:
             return "draining"
-        if not self.workers.ready:
+        if not any(self.workers.is_ready_in_all(worker) for worker in self.workers.ready):
             return "no engine is ready"
         ready, wanted = self.workers.readiness()
         return "ok" if ready == wanted else "degraded"

@@ -2,6 +2,8 @@
 
     no engine is ready --> warming --> ready
 
+An engine is ready once each process of the balancer has found it so.
+
 A balancer is warm once each engine that is ready has sent what it holds, or after a time limit: an
 engine that never does must not keep the balancer out. It stays warm from then on: an engine that
 joins later has its own slow start. A process of a group is warm as soon as the group's index is,
@@ -48,7 +50,7 @@ class Readiness:
     def reason_against(self) -> str | None:
         """Why this balancer should get no requests; None if it should get some."""
         self.note()
-        if not self.workers.ready:
+        if not any(self.workers.is_ready_in_all(worker) for worker in self.workers.ready):
             return "no engine is ready"
         if not can_answer(self.workers.ready):
             return "no prefill or no decode engine is ready"

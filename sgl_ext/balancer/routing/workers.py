@@ -42,11 +42,12 @@ def can_answer(workers: Iterable[Worker]) -> bool:
 
 
 class Slots:
-    """The slots of one process's workers: their bits in the prefix index. A slot is free again
-    after its worker has left."""
+    """The slots of one process's workers: their bits in the prefix index, and whether they are
+    ready. A slot is free again after its worker has left."""
 
     def __init__(self) -> None:
         self._taken: set[int] = set()
+        self._ready: set[int] = set()
 
     def take(self, worker: str) -> int:
         """A free slot for a worker. `worker`: its name; no two that are there have the same."""
@@ -57,6 +58,18 @@ class Slots:
     def give_back(self, slot: int) -> None:
         """The worker has left, and nothing is known of it any more."""
         self._taken.discard(slot)
+        self._ready.discard(slot)
+
+    def mark(self, slot: int, *, ready: bool) -> None:
+        """Whether this process finds its worker ready."""
+        if ready:
+            self._ready.add(slot)
+        else:
+            self._ready.discard(slot)
+
+    def all_ready(self, slot: int) -> bool:
+        """Whether each process that has the worker finds it ready."""
+        return slot in self._ready
 
 
 class WorkerSet:
@@ -319,8 +332,14 @@ class Workers(WorkerSet, Collector):
         elif not ready and cause and not worker.cause:
             log.info("engine not ready yet", extra={**_named(worker), "cause": cause})
         worker.ready, worker.cause = ready, cause or worker.cause
+        self._slots.mark(worker.slot, ready=ready)
         worker.is_stalled = worker.is_stalled and ready
         worker.was_ready = worker.was_ready or ready
+
+    def is_ready_in_all(self, worker: Worker) -> bool:
+        """Whether each process of this balancer finds a worker ready: a request may reach any. The
+        processes probe on their own, so some find it up to a second later."""
+        return worker.ready and self._slots.all_ready(worker.slot)
 
     def note_secret(self, worker: Worker, *, refused: bool) -> None:
         """Records whether a worker refuses the engine secret, as a probe or a request found."""

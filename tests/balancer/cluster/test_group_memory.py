@@ -66,6 +66,46 @@ def test_a_process_that_starts_again_has_what_the_others_have(memory: GroupMemor
     assert [again.take("a"), again.take("b")] == [1, 0]
 
 
+def test_a_worker_is_ready_in_all_once_each_process_that_has_it_found_it_so(
+    memory: GroupMemory,
+) -> None:
+    first, second = memory.slots(0), memory.slots(1)
+    slot = first.take("a")
+    first.mark(slot, ready=True)
+    assert first.all_ready(slot), "the other one does not have it yet"
+    second.take("a")
+    assert not first.all_ready(slot)
+    second.mark(slot, ready=True)
+    assert first.all_ready(slot)
+    second.mark(slot, ready=True)
+    assert first.all_ready(slot), "said twice it is the same"
+    second.mark(slot, ready=False)
+    assert not first.all_ready(slot)
+    second.give_back(slot)
+    assert first.all_ready(slot)
+
+
+def test_a_slot_is_not_ready_when_the_next_worker_takes_it(slots: Slots) -> None:
+    slot = slots.take("a")
+    slots.mark(slot, ready=True)
+    assert slots.all_ready(slot)
+    slots.give_back(slot)
+    assert slots.take("b") == slot
+    assert not slots.all_ready(slot)
+
+
+def test_a_process_that_starts_again_has_found_nothing_ready(memory: GroupMemory) -> None:
+    first, second = memory.slots(0), memory.slots(1)
+    slot = first.take("a")
+    for slots in (first, second):
+        slots.take("a")
+        slots.mark(slot, ready=True)
+    again = memory.slots(1)
+    assert first.all_ready(slot), "it does not have it yet"
+    again.take("a")
+    assert not first.all_ready(slot)
+
+
 def in_another_process(action: Callable[[], bool]) -> bool:
     pid = os.fork()
     if not pid:

@@ -9,6 +9,7 @@ from sgl_ext.balancer.metrics.registry import Metrics
 from sgl_ext.balancer.routing.prefixes import Prefixes
 from sgl_ext.balancer.routing.readiness import Readiness
 from sgl_ext.balancer.routing.worker import Worker
+from sgl_ext.balancer.routing.workers import Slots
 from tests.balancer.conftest import Engine, Start
 from tests.balancer.test_routing import telling, until
 from tests.balancer.workers import workers_at
@@ -20,9 +21,11 @@ LIMIT_S = 30.0
 class Case:
     """A readiness on a clock of the test's; `missing`: the engines that have sent no snapshot."""
 
-    def __init__(self, *ready: str, prefixes: Prefixes | None = None) -> None:
+    def __init__(
+        self, *ready: str, prefixes: Prefixes | None = None, slots: Slots | None = None
+    ) -> None:
         self.now_s = 100.0
-        self.workers = workers_at([A, B], Metrics(), lambda: self.now_s)
+        self.workers = workers_at([A, B], Metrics(), lambda: self.now_s, slots)
         for url in ready:
             self.mark(url, ready=True)
         self.missing = {A, B}
@@ -98,6 +101,19 @@ def test_the_processes_of_a_group_are_warm_when_the_one_that_writes_the_index_is
         assert case.readiness.reason_against() is None
     starts_again = Case(A, B, prefixes=Prefixes(memory))
     assert starts_again.readiness.reason_against() is None
+
+
+def test_no_engine_is_ready_before_each_process_of_a_group_has_found_one() -> None:
+    memory = GroupMemory(100)
+    first, second = Case(A, slots=memory.slots(0)), Case(slots=memory.slots(1))
+    for case in (first, second):
+        case.missing = set()
+        assert case.readiness.reason_against() == "no engine is ready"
+    second.mark(B, ready=True)
+    assert first.readiness.reason_against() == "no engine is ready"
+    second.mark(A, ready=True)
+    assert first.readiness.reason_against() is None
+    assert second.readiness.reason_against() is None, "of the two, one is ready in both"
 
 
 def test_a_process_waits_for_the_group_s_index_up_to_the_limit() -> None:
