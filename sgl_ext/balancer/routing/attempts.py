@@ -60,28 +60,37 @@ class Attempts:
     ) -> Attempt:
         """Begins an attempt on a worker, which holds `held` of the prompt."""
         now_s = self._clock()
-        attempt = Attempt(routing, worker, placement, considered, began_s=now_s)
-        attempt.is_beyond, attempt.held_at = is_beyond, held_at
-        attempt.predicted_tokens = held.tokens + held.slower_tokens
-        attempt.expected_tokens = held.expected_tokens + held.slower_tokens
-        attempt.decoder = decoder
+        slower_tokens = held.host_tokens + held.shared_tokens
+        attempt = Attempt(
+            routing,
+            worker,
+            decoder or worker,
+            placement,
+            considered,
+            held_at,
+            held.tokens + slower_tokens,
+            held.expected_tokens + slower_tokens,
+            began_s=now_s,
+            decoder=decoder,
+            is_beyond=is_beyond,
+        )
         capacity = worker.capacity
         uncached_tokens = max(routing.prompt_tokens - held.expected_tokens, 0)
         pending_tokens = uncached_tokens
-        if held.slower_tokens:  # they need memory, too, but less time
+        if slower_tokens:  # they need memory, too, but less time
             loaded = worker.load_share * held.host_tokens
             loaded += worker.shared_share * held.shared_tokens
-            pending_tokens = max(uncached_tokens - held.slower_tokens, 0) + int(loaded)
+            pending_tokens = max(uncached_tokens - slower_tokens, 0) + int(loaded)
         if not routing.warms:
             # Estimated by its bytes, a prompt may be longer than any that the worker takes.
             longest = pending_tokens if capacity is None else capacity.context
             attempt.uncached_tokens = min(pending_tokens, longest)
             if held.in_flight is not None:
                 attempt.follows = self._followed(worker, held, held.in_flight)
-            if missing := routing.chain.hashes[held.expected_segments :]:
-                prefix = self._prefixes.in_flight.expect(worker.slot, missing)
-                attempt.in_flight_prefix = prefix
-                self._computing[prefix] = attempt
+        prefix = self._prefixes.begin(routing.chain, worker.slot, held, expects=not routing.warms)
+        if prefix is not None:
+            attempt.in_flight_prefix = prefix
+            self._computing[prefix] = attempt
         # One that waits for a prefix, or for kernels of an engine that has just come, is slow.
         if routing.runs and attempt.follows is None and worker.warmth(now_s) == 1.0:
             attempt.work_tokens = worker.total_pending_tokens(now_s) + attempt.uncached_tokens
@@ -89,7 +98,6 @@ class Attempts:
         if decoder is not None:
             attempt.decoder_tokens = decoder.enter(attempt, routing.prompt_tokens, now_s)
         worker.begins_prefill(attempt.uncached_tokens, now_s)
-        self._prefixes.touch(routing.chain, held.segments)
         if routing.session is not None:
             if routing.is_final:
                 self.sessions.end(routing.session)
@@ -141,10 +149,10 @@ class Attempts:
         if not attempt.decoding:
             self._end_prefill(attempt)
             attempt.first_byte_s = now_s = self._clock()
-            took_s = now_s - attempt.began_s
-            self.speeds.prefilled(attempt.worker.slot, attempt.work_tokens, took_s, now_s)
             attempt.decoding = True
             attempt.answerer.begins_decoding()
+            took_s = now_s - attempt.began_s
+            self.speeds.prefilled(attempt.worker.slot, attempt.work_tokens, took_s, now_s)
 
     def confirm(self, worker: Worker) -> None:
         """Ends the prefill of the attempts whose prefix the worker has reported. The first byte
@@ -159,30 +167,29 @@ class Attempts:
     def succeed(self, attempt: Attempt, output_tokens: int = 0) -> None:
         """The whole answer came, and it is no failure of the worker. output_tokens: its length, 0
         if it is unknown."""
+        now_s = self._clock()
         if attempt.decoding:
-            now_s, tokens = self._clock(), output_tokens - 1
-            took_s = now_s - attempt.first_byte_s
+            tokens, took_s = output_tokens - 1, now_s - attempt.first_byte_s
             self.speeds.decoded(attempt.answerer.slot, tokens, took_s, now_s)
-        if attempt.routing.runs:
-            attempt.answerer.heard(self._clock())
+        if attempt.in_flight_prefix is not None:
+            confirm_s = CONFIRM_S if attempt.worker.publishes else UNCONFIRMED_S
+            self._prefixes.in_flight.end(attempt.in_flight_prefix, now_s + confirm_s)
         attempt.worker.breaker.succeeded()
         if attempt.decoder is not None:
             attempt.decoder.breaker.succeeded()
-        if attempt.in_flight_prefix is not None:
-            confirm_s = CONFIRM_S if attempt.worker.publishes else UNCONFIRMED_S
-            self._prefixes.in_flight.end(attempt.in_flight_prefix, self._clock() + confirm_s)
-        self._end(attempt)
+        self._end(attempt, now_s, now_s if attempt.routing.runs else None)
 
     def fail(self, attempt: Attempt, *, by_worker: bool, answered: bool = False) -> None:
         """The worker failed, with an error response (`answered`) or without, or the client
         disconnected."""
+        now_s = self._clock()
         if by_worker:
-            attempt.answerer.breaker.failed(self._clock(), answered=answered)
+            attempt.answerer.breaker.failed(now_s, answered=answered)
         if attempt.routing.runs and attempt.sent_s is not None and not answered:
             attempt.answerer.left(attempt.uncached_tokens)
         if attempt.in_flight_prefix is not None:
             self._prefixes.in_flight.drop(attempt.in_flight_prefix)
-        self._end(attempt)
+        self._end(attempt, now_s)
 
     def _end_prefill(self, attempt: Attempt) -> None:
         attempt.worker.ends_prefill(attempt.uncached_tokens)
@@ -199,21 +206,18 @@ class Attempts:
             for action in self.on_end:
                 action()
 
-    def _end(self, attempt: Attempt) -> None:
+    def _end(self, attempt: Attempt, now_s: float, heard_s: float | None = None) -> None:
+        """heard_s: as of `Worker.leave`."""
         self._end_prefill(attempt)
         routing, working_set, agent = attempt.routing, self.working_set, attempt.routing.agent
         if working_set is not None and agent is not None and routing.runs:
             refill_s = attempt.worker.refill_s
-            working_set.end(agent, self._clock(), refill_s, is_last=routing.is_final)
+            working_set.end(agent, now_s, refill_s, is_last=routing.is_final)
         # Else a request and its attempt keep each other until the garbage collector finds them.
         attempt.served = None
-        if attempt.decoder is None:
-            attempt.worker.leave(attempt, attempt.running_tokens)
-        else:
-            attempt.decoder.leave(attempt, attempt.decoder_tokens)
-        if attempt.decoding:
-            attempt.answerer.ends_decoding()
-            attempt.decoding = False
+        tokens = attempt.running_tokens if attempt.decoder is None else attempt.decoder_tokens
+        attempt.answerer.leave(attempt, tokens, heard_s)
+        attempt.decoding = False
         for action in self.on_end:
             action()
 

@@ -208,11 +208,16 @@ class Prefixes:
                 )
         return found
 
-    def touch(self, chain: Chain, segments: int) -> None:
-        """Marks the first segments of a chain as used."""
+    def begin(
+        self, chain: Chain, slot: int, held: HeldPrefix, *, expects: bool
+    ) -> InFlightPrefix | None:
+        """A request begins on a worker: what it holds of the chain is used, and if the worker
+        computes the rest now, that is expected there. None if there is no rest."""
         # Far from its limit the index forgets nothing, so recency does not matter.
         if 2 * len(self.index) > self._limit_segments:
-            self.index.touch(chain.hashes, segments)
+            self.index.touch(chain.hashes, held.segments)
+        missing = chain.hashes[held.expected_segments :] if expects else ()
+        return self.in_flight.expect(slot, missing) if missing else None
 
     @property
     def is_complete(self) -> bool:

@@ -183,20 +183,8 @@ class Fleet:
         held_tokens, host_tokens, shared_tokens = find(worker.slot), 0, 0
         if worker.has_tiers:
             host_tokens, shared_tokens = slower_tokens(worker, held_tokens, find)
-        return WorkerView(
-            worker.id,
-            held_tokens,
-            worker.total_pending_tokens(now_s),
-            worker.decoding + worker.peer_load.decoding,
-            worker.recent_prefill.at(now_s),
-            self._sessions.live_tokens(worker.slot),
-            1.0 if worker.recovered_s is None else worker.warmth(now_s),
-            host_tokens,
-            shared_tokens,
-            worker.load_share,
-            worker.shared_share,
-            *worker.weights,
-        )
+        session_tokens = self._sessions.live_tokens(worker.slot)
+        return worker.view(now_s, session_tokens, held_tokens, host_tokens, shared_tokens)
 
     def load_changed(self, worker: Worker, now_s: float) -> None:
         """Call it when the load of a worker has changed."""

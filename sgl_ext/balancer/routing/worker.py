@@ -63,6 +63,7 @@ class Served(Protocol):
 class Attempt(msgspec.Struct, eq=False):
     """One attempt to serve a request on one worker.
 
+    answerer: the worker that answers: `worker`, or its decoder.
     decoder: the decode engine that answers, if `worker` is a prefill engine.
     is_beyond: whether it was sent beyond the worker's capacity.
     considered: workers that it could have gone to, as they were: all, or of many those that were
@@ -85,6 +86,7 @@ class Attempt(msgspec.Struct, eq=False):
 
     routing: RoutingRequest
     worker: "Worker"
+    answerer: "Worker"
     placement: Placement
     considered: Sequence[WorkerView] = ()
     held_at: Callable[[str], int | None] = unknown
@@ -104,11 +106,6 @@ class Attempt(msgspec.Struct, eq=False):
     served: Served | None = None
     decoder: "Worker | None" = None
     is_beyond: bool = False
-
-    @property
-    def answerer(self) -> "Worker":
-        """The worker that answers."""
-        return self.worker if self.decoder is None else self.decoder
 
     def serves(self, request: Served) -> None:
         """The request learns if the attempt is abandoned."""
@@ -149,6 +146,7 @@ class Worker:
     slot: its bit in the prefix index, reused after the worker has left.
     host_slot: that of what its host keeps; None without a host tier.
     machine, shared_slot: the one whose shared tier it reads, and that tier's bit; "" and None.
+    has_tiers: whether it can load tokens from either.
     load_share, shared_share: what a token costs that it loads from its host or from the shared
         tier, as a share of one that it computes.
     pending_tokens: what it still has to prefill of this balancer's requests.
@@ -157,6 +155,8 @@ class Worker:
     capacity: what it reports that it can run; None without a report.
     report: the load that it last reported, empty without a report.
     pace: of its prefill, as it reports it.
+    pool_tokens: what it can keep, tokens of its host at what loading them saves; 0 if it does not
+        report them. refill_s: how long it takes to compute all of that; 0 if that is not known.
     caches_off: the caches of its HTTP process that turned themselves off.
     degraded: features of SGLang with which the extension does less in this engine.
     peer_load: the load that the node's other balancer processes put on it.
@@ -197,6 +197,7 @@ class Worker:
         self.host_slot: int | None = None
         self.machine = ""
         self.shared_slot: int | None = None
+        self.has_tiers = False
         self.load_share = LOAD_SHARE
         self.shared_share = SHARED_SHARE
         self.ready = False
@@ -214,6 +215,8 @@ class Worker:
         self.capacity: Capacity | None = None
         self.report: Mapping[str, Any] = {}
         self.pace = PrefillPace()
+        self.pool_tokens = 0.0
+        self.refill_s = 0.0
         self.caches_off: list[str] = []
         self.degraded: list[str] = []
         self.peer_load = Load()
@@ -238,11 +241,6 @@ class Worker:
         self.left_tokens = 0
         self.recovered_s: float | None = None
         self._correction = _NO_CORRECTION
-
-    @property
-    def has_tiers(self) -> bool:
-        """Whether it can load tokens from slower tiers."""
-        return self.host_slot is not None or self.shared_slot is not None
 
     @property
     def is_available(self) -> bool:
@@ -283,6 +281,11 @@ class Worker:
         """The load that this process puts on it."""
         return Load(self.in_flight, self.decoding, self.pending_tokens)
 
+    def set_tiers(self, host_slot: int | None, machine: str, shared_slot: int | None) -> None:
+        """Takes over the slots of its slower tiers, and the machine of the shared one."""
+        self.host_slot, self.machine, self.shared_slot = host_slot, machine, shared_slot
+        self.has_tiers = host_slot is not None or shared_slot is not None
+
     def set_role(self, stated: str) -> None:
         """Takes over the role that its engine states: `prefill PORT`, `decode` or nothing."""
         self.role, _, port = stated.partition(" ")
@@ -320,8 +323,13 @@ class Worker:
         self.running.add(routing.priority, tokens, routing.tenant, routing.prompts)
         return tokens
 
-    def leave(self, attempt: Attempt, tokens: int) -> None:
-        """An attempt has ended. tokens: as of `enter`."""
+    def leave(self, attempt: Attempt, tokens: int, heard_s: float | None = None) -> None:
+        """An attempt has ended. tokens: as of `enter`. heard_s: when the whole answer came; None if
+        it did not."""
+        if heard_s is not None:
+            self.heard(heard_s)
+        if attempt.decoding:
+            self.decoding -= 1
         self.in_flight -= 1
         self.attempts.discard(attempt)
         if attempt.is_beyond:
@@ -343,9 +351,30 @@ class Worker:
         """An attempt has its first token."""
         self.decoding += 1
 
-    def ends_decoding(self) -> None:
-        """An attempt that had its first token has ended."""
-        self.decoding -= 1
+    def view(
+        self,
+        now_s: float,
+        session_tokens: int,
+        held_tokens: int,
+        host_tokens: int = 0,
+        shared_tokens: int = 0,
+    ) -> WorkerView:
+        """It as a decision compares it for a prompt of which it holds so much. session_tokens: of
+        the sessions that live there."""
+        return WorkerView(
+            self.id,
+            held_tokens,
+            self.total_pending_tokens(now_s),
+            self.decoding + self.peer_load.decoding,
+            self.recent_prefill.at(now_s),
+            session_tokens,
+            1.0 if self.recovered_s is None else self.warmth(now_s),
+            host_tokens,
+            shared_tokens,
+            self.load_share,
+            self.shared_share,
+            *self.weights,
+        )
 
     def publish(self, *, prefixes: bool) -> None:
         """It says whether it publishes the prefixes that it holds, or its events have ended."""
@@ -355,6 +384,7 @@ class Worker:
         """Takes over what a token costs that it loads; None: as before."""
         self.load_share = load_share or self.load_share
         self.shared_share = shared_share or self.shared_share
+        self._measure_pool()
 
     def note_faults(self, caches_off: list[str] | None, degraded: list[str] | None) -> None:
         """Takes over which caches are off and which features it lacks; None: as before."""
@@ -400,6 +430,7 @@ class Worker:
         self.report = load
         if "prefill_ms" in load:
             self.pace.report(load.get("prefill_tokens", 0), load["prefill_ms"], now_s)
+        self._measure_pool()
         self.pinned_tokens = load.get("pinned_tokens", 0)
         ours = self.pending_tokens + self.peer_load.pending_tokens
         difference = load.get("pending_tokens", 0) - ours
@@ -415,22 +446,16 @@ class Worker:
     def clear_load(self) -> None:
         """Drops the reported load, because the engine reports no longer."""
         self.report = {}
+        self._measure_pool()
         self.pinned_tokens = 0
         self.capacity = None
         self._correction = _NO_CORRECTION
 
-    @property
-    def pool_tokens(self) -> float:
-        """The tokens that it can keep, those of its host at what loading them saves; 0 if it does
-        not report them."""
-        device_tokens = self.report.get("capacity_tokens", 0)
+    def _measure_pool(self) -> None:
+        tokens = self.report.get("capacity_tokens", 0)
         host_tokens = self.report.get("host_capacity_tokens", 0)
-        return pool_tokens(device_tokens, host_tokens, self.load_share) if device_tokens else 0.0
-
-    @property
-    def refill_s(self) -> float:
-        """How long it takes to compute all that it can keep; 0 if that is not known."""
-        return self.pace.seconds_of(self.pool_tokens)
+        self.pool_tokens = pool_tokens(tokens, host_tokens, self.load_share) if tokens else 0.0
+        self.refill_s = self.pace.seconds_of(self.pool_tokens)
 
     def total_pending_tokens(self, now_s: float) -> int:
         """What it still has to prefill, by the accounts of all balancers and its own."""

@@ -256,14 +256,15 @@ class Workers(WorkerSet, Collector):
         shared tier, which all workers of the machine have. `machine`: "" if it did not say."""
         name = f"{worker.id}\n{worker.url}"
         if has_host and worker.host_slot is None:
-            worker.host_slot = self._slots.take(f"{name}\n{Tier.HOST}")
+            host_slot = self._slots.take(f"{name}\n{Tier.HOST}")
+            worker.set_tiers(host_slot, worker.machine, worker.shared_slot)
         if machine and machine != worker.machine:
             self._leave_machine(worker)
             slots = (w.shared_slot for w in self.all if w.machine == machine)
             slot = next(slots, None)
             if slot is None:
                 slot = self._slots.take(f"{machine}\n{Tier.SHARED}")
-            worker.machine, worker.shared_slot = machine, slot
+            worker.set_tiers(worker.host_slot, machine, slot)
         self._index()
 
     def set_role(self, worker: Worker, stated: str) -> None:
@@ -313,7 +314,7 @@ class Workers(WorkerSet, Collector):
         is_last = not any(w.machine == worker.machine for w in self.all if w is not worker)
         if worker.shared_slot is not None and is_last:
             self._slots.give_back(worker.shared_slot)
-        worker.machine, worker.shared_slot = "", None
+        worker.set_tiers(worker.host_slot, "", None)
 
     def mark(self, worker: Worker, *, ready: bool, cause: str = "") -> None:
         """Records whether a worker is ready, as a probe or a request found, and why not."""

@@ -245,7 +245,7 @@ def test_of_many_workers_the_chosen_and_the_cheapest_are_kept() -> None:
     worker = workers_at(["http://a"], Metrics()).all[0]
     views = [WorkerView(f"w{number}", pending_tokens=number) for number in range(20)]
     views.append(WorkerView(worker.id, pending_tokens=99))
-    attempt = Attempt(NO_ROUTING, worker, Placement(worker.id, "moved"), views)
+    attempt = Attempt(NO_ROUTING, worker, worker, Placement(worker.id, "moved"), views)
     name, end = Name("x", "0" * 32, CHAT), End(1.0, 200, Outcome.COMPLETE)
     kept = ended_request(name, end, Course(0.0, 0.1, 0.2, 1), NO_ROUTING, attempt)
     rows = orjson.loads(as_line(kept))["workers"]

@@ -276,11 +276,9 @@ def test_fingerprints_are_bounded() -> None:
     metrics = Metrics()
     turns = CacheTurns(metrics, None, limit_bytes=100_000)
     chain = Chain(tuple(range(100)), tuple(range(1, 101)))
-    attempt = Attempt(
-        RoutingRequest(chain, None, 0, 25),
-        Worker(Member(id="e", url="http://e"), 0),
-        Placement("e", "new"),
-    )
+    worker = Worker(Member(id="e", url="http://e"), 0)
+    routing = RoutingRequest(chain, None, 0, 25)
+    attempt = Attempt(routing, worker, worker, Placement("e", "new"))
 
     def asked(earlier: str | None) -> CacheTurn:
         return CacheTurn(MESSAGES, "t", Question(earlier, True), settings_of({}), None)

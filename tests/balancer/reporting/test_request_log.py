@@ -40,7 +40,7 @@ def lines_for(
     log = RequestLog(metrics, Activity(0.0), None, tenant_label=label)
     worker = workers_at([A], metrics).all[0]
     routing = routing or RoutingRequest(Chain(), None, 0, 100, tenant=tenant)
-    attempt = Attempt(routing, worker, Placement(worker.id, "new"))
+    attempt = Attempt(routing, worker, worker, Placement(worker.id, "new"))
     for answer in answers:
         usual: dict[str, Any] = {
             "route": PATH,

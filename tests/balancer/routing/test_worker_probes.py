@@ -177,7 +177,7 @@ async def test_one_that_compiles_does_not_stand_still(engine: Any) -> None:
 async def test_silence_does_not_begin_anew_when_clients_leave(engine: Any) -> None:
     """Clients with less patience than the limit come and go."""
     worker = engine.worker
-    attempt = Attempt(NO_ROUTING, worker, Placement(worker.id, "new"))
+    attempt = Attempt(NO_ROUTING, worker, worker, Placement(worker.id, "new"))
 
     def come_and_go() -> None:
         if worker.in_flight:
