@@ -234,6 +234,7 @@ class Entry(Generic[T]):
 class OrderedQueue(Generic[T]):
     """Queued items in serving order.
 
+    entries: those of the items, in the order of their arrival.
     served: the tokens that each tenant was given recently. weights: the tenants' shares.
     window_of: how long a window is while so many tokens wait; None: `aging_s`. Changes of these,
     and of `aging_s`, count from the next sort. window_s: how long it was at the latest one.
@@ -252,7 +253,7 @@ class OrderedQueue(Generic[T]):
         self._window_of = window_of
         self.window_s = 0.0
         self._cost_tokens = 0
-        self._entries: dict[T, Entry[T]] = {}
+        self.entries: dict[T, Entry[T]] = {}
         self._tenants: Counter[str] = Counter()  # of the entries
         self._priorities: Counter[int] = Counter()
         self._sorted: list[Entry[T]] = []
@@ -260,14 +261,14 @@ class OrderedQueue(Generic[T]):
         self._new: list[Entry[T]] = []
 
     def __len__(self) -> int:
-        return len(self._entries)
+        return len(self.entries)
 
     def __iter__(self) -> Iterator[Entry[T]]:
         """The entries in order of arrival. Items may be removed during the iteration."""
-        return iter(list(self._entries.values()))
+        return iter(list(self.entries.values()))
 
     def __contains__(self, item: object) -> bool:
-        return item in self._entries
+        return item in self.entries
 
     @property
     def tenants(self) -> Set[str]:
@@ -281,7 +282,7 @@ class OrderedQueue(Generic[T]):
 
     def add(self, item: T, waiting: Waiting) -> None:
         """Adds an item that is not in the queue."""
-        entry = self._entries[item] = Entry(item, waiting)
+        entry = self.entries[item] = Entry(item, waiting)
         self._tenants[waiting.tenant] += 1
         self._priorities[waiting.priority] += 1
         self._cost_tokens += waiting.cost_tokens
@@ -289,7 +290,7 @@ class OrderedQueue(Generic[T]):
 
     def remove(self, item: T) -> None:
         """Removes an item; does nothing if it is not in the queue."""
-        entry = self._entries.pop(item, None)
+        entry = self.entries.pop(item, None)
         if entry is not None:
             entry.item = None
             self._cost_tokens -= entry.waiting.cost_tokens
@@ -300,7 +301,7 @@ class OrderedQueue(Generic[T]):
         """The first entries in order, at most `limit`, of other tenants than these."""
         if now_s - self._sorted_s >= SORTED_FOR_S or len(self._new) > MOST_NEW:
             self.sort(now_s)
-        if len(self._sorted) > len(self._entries) + _MOST_EMPTY:
+        if len(self._sorted) > len(self.entries) + _MOST_EMPTY:
             self._sorted = [entry for entry in self._sorted if entry.item is not None]
         self._new = [entry for entry in self._new if entry.item is not None]
 
@@ -315,7 +316,7 @@ class OrderedQueue(Generic[T]):
         """All entries in order."""
         if self._window_of is not None:
             self.window_s = self._window_of(self._cost_tokens)
-        self._sorted = self._in_order(list(self._entries.values()), now_s)
+        self._sorted = self._in_order(list(self.entries.values()), now_s)
         self._sorted_s = now_s
         self._new = []
         return self._sorted

@@ -101,11 +101,12 @@ class Suspects:
     """The cases of one balancer process. Requests are named by their fingerprints, engines by their
     ids. Times are seconds of one monotonic clock.
 
+    cases: what is known of each request. Without any, no request has to be looked up.
     judged: called with "suspected", "cleared" or "convicted" when a request becomes that.
     """
 
     judged: Callable[[str], None] = lambda result: None
-    _cases: OrderedDict[str, _Case] = field(default_factory=OrderedDict, init=False)
+    cases: OrderedDict[str, _Case] = field(default_factory=OrderedDict, init=False)
     _trial: _Trial | None = field(default=None, init=False)
     _ended_s: dict[str, float] = field(default_factory=dict, init=False)
     _gone_s: dict[str, float] = field(default_factory=dict, init=False)
@@ -114,16 +115,11 @@ class Suspects:
     _left: dict[str, deque[tuple[str, float]]] = field(default_factory=dict, init=False)
 
     def __len__(self) -> int:
-        return len(self._cases)
-
-    @property
-    def is_idle(self) -> bool:
-        """Whether no request is a suspect, so that no request has to be looked up."""
-        return not self._cases
+        return len(self.cases)
 
     def standing(self, request: str, now_s: float) -> Verdict:
         """Whether a request may be sent now."""
-        case = self._cases.get(request)
+        case = self.cases.get(request)
         if case is None or now_s - case.changed_s >= REFUSED_S:
             return AGAIN
         if case.refused_until_s > now_s:
@@ -161,7 +157,7 @@ class Suspects:
     def ended(self, worker: str, stopped_s: float, now_s: float) -> None:
         """An engine ended, whether a request was lost there or not."""
         self._ended_s[worker] = self._gone_s[worker] = now_s
-        for case in self._cases.values():
+        for case in self.cases.values():
             if case.worker == worker and now_s - case.ended_s < ENDED_S:
                 case.is_ended = True
                 if case.is_accused:
@@ -181,11 +177,11 @@ class Suspects:
         if self._ended_s.get(worker, since_s) >= since_s:
             return
         del self._ended_s[worker]
-        for name, case in tuple(self._cases.items()):
+        for name, case in tuple(self.cases.items()):
             if case.worker == worker and case.ended_s < since_s and not case.is_ended:
                 case.has_lived = True
                 if case.is_accused:
-                    del self._cases[name]
+                    del self.cases[name]
 
     def has_ended(self, worker: str, now_s: float) -> bool:
         """Whether an engine ended just now, though it may not be known everywhere."""
@@ -212,13 +208,13 @@ class Suspects:
         case.is_ended, case.has_lived = worker in self._gone_s, False
 
     def _case(self, request: str, now_s: float) -> _Case:
-        case = self._cases.get(request)
+        case = self.cases.get(request)
         if case is None or now_s - case.changed_s >= REFUSED_S:
-            case = self._cases[request] = _Case(now_s)
-            if len(self._cases) > LIMIT:
-                self._cases.popitem(last=False)
+            case = self.cases[request] = _Case(now_s)
+            if len(self.cases) > LIMIT:
+                self.cases.popitem(last=False)
         case.changed_s = now_s
-        self._cases.move_to_end(request)
+        self.cases.move_to_end(request)
         return case
 
     def _convict(self, trial: _Trial, worker: str, now_s: float) -> None:
@@ -236,7 +232,7 @@ class Suspects:
 
     def is_caught(self, request: str, now_s: float) -> bool:
         """Whether a request was lost on trial, so that it is not sent again."""
-        case = self._cases.get(request)
+        case = self.cases.get(request)
         return self.standing(request, now_s) is REFUSED or (case is not None and case.is_accused)
 
     # Trials.
@@ -248,7 +244,7 @@ class Suspects:
         """
         if self._trial is not None or self._peers_try_s or waited_s < SETTLE_S:
             return False
-        case = self._cases.get(request)
+        case = self.cases.get(request)
         if case is not None and case.is_accused:
             return False
         has_lived = case is not None and case.has_lived
@@ -257,7 +253,7 @@ class Suspects:
     def begin(self, request: str) -> None:
         """A suspect's trial begins. It will be sent, or `gives_up`."""
         assert self._trial is None, "one trial at a time"
-        case = self._cases.get(request)
+        case = self.cases.get(request)
         shortest_s, longest_s = _TRIAL_S
         lasted_s = 0.0 if case is None else case.longest_s
         self._trial = _Trial(request, min(max(2 * lasted_s, shortest_s), longest_s))
@@ -276,11 +272,11 @@ class Suspects:
 
     def answered(self, request: str) -> None:
         """An engine has answered a request, so it ends none."""
-        trial, case = self._trial, self._cases.get(request)
+        trial, case = self._trial, self.cases.get(request)
         if trial is not None and trial.request == request:
             self._trial = None
         if case is not None and case.refused_until_s == float("-inf"):
-            del self._cases[request]
+            del self.cases[request]
             if case.is_suspected:
                 self.judged("cleared")
 
@@ -296,8 +292,8 @@ class Suspects:
             shown_s = now_s if last_s is None else last_s
             if shown_s >= enough_s or now_s >= trial.sent_s + MOST_TRIAL_S:
                 self.answered(trial.request)
-        while self._cases and now_s - next(iter(self._cases.values())).changed_s >= REFUSED_S:
-            self._cases.popitem(last=False)
+        while self.cases and now_s - next(iter(self.cases.values())).changed_s >= REFUSED_S:
+            self.cases.popitem(last=False)
         self._ended_s = {w: at for w, at in self._ended_s.items() if now_s - at < ENDED_S}
         self._gone_s = {w: at for w, at in self._gone_s.items() if now_s - at < ENDED_S}
         self._explained_s = {w: until for w, until in self._explained_s.items() if now_s < until}
@@ -317,7 +313,7 @@ class Suspects:
         """The requests that were convicted here, and for how long each is refused; of many, the
         latest."""
         found: dict[str, float] = {}
-        for request, case in reversed(self._cases.items()):
+        for request, case in reversed(self.cases.items()):
             if case.is_ours and case.refused_until_s > now_s and len(found) < MOST_TOLD:
                 found[request] = case.refused_until_s - now_s
         return found

@@ -15,7 +15,7 @@ from bench.sim.segments import Line, apply_line
 from bench.trace.calls import Call
 from radix.index import PrefixIndex
 from sgl_ext.balancer.routing.admission import AdmissionQueue
-from sgl_ext.balancer.routing.routing_request import RoutingRequest
+from sgl_ext.balancer.routing.routing_request import RoutingRequest, agent_of
 from sgl_ext.balancer.routing.worker import Attempt, Worker
 from sgl_ext.protocols.errors import BalancerError
 from sgl_ext.reading.client import session_key
@@ -46,11 +46,13 @@ class OurRouter:
         """What it reads in a call."""
         chain = call.chain
         headers = {SESSION_HEADER: call.session} if call.session else {}
+        session = session_key(headers, {}, chain)
         return RoutingRequest(
             chain,
-            session_key(headers, {}, chain),
+            session,
             chain.hashes[0],
             self.router.prefixes.estimate_tokens(chain.ends[-1]),
+            agent=agent_of(chain, session),
         )
 
     def waits(self, call: Call, submit: Callable[[], None]) -> bool:

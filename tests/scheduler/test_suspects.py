@@ -198,7 +198,7 @@ def test_who_was_answered_is_forgotten() -> None:
     fleet = Fleet()
     fleet.dies("a", ("one", 5.0))
     fleet.suspects.answered("one")
-    assert fleet.suspects.is_idle
+    assert not fleet.suspects.cases
     fleet.later(ENDED_S)
     assert fleet.dies("b", ("one", 5.0)) == ["AGAIN"]
 

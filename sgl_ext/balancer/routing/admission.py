@@ -156,9 +156,9 @@ class AdmissionQueue:
         """Holds a request back if its agent does not fit. A retry is not held back, nor any while
         too many wait."""
         routing = request.routing
-        if not self._gate.hold_s or request.tried or len(self) >= self.limit:
+        if not self._gate.hold_s or request.tried or not self._gate.holds(routing, 0.0, now_s):
             return False
-        if not self._gate.holds(routing, 0.0, now_s):
+        if len(self) >= self.limit:
             return False
         self._gate.held_back(routing)
         self._held.add(request, self._waiting(routing, now_s))
@@ -171,7 +171,7 @@ class AdmissionQueue:
 
     def _place(self, request: QueuedRequest, arrived_s: float, now_s: float) -> bool:
         routing = request.routing
-        if not (self._queue and routing.runs):
+        if not (self._queue.entries and routing.runs):
             attempt = self.router.place(routing, request.tried, waits_for_home=True)
         elif routing.priority >= self._queue.highest_priority:
             attempt = self._pass_queue(request, now_s)
@@ -215,12 +215,12 @@ class AdmissionQueue:
 
     def admit(self) -> None:
         """Places the queued requests for which there is capacity."""
-        if self._held:
+        if self._held.entries:
             self._release()
         self._admit_queued()
 
     def _admit_queued(self) -> None:
-        while self._queue and self._admit_first():
+        while self._queue.entries and self._admit_first():
             pass
 
     def _release(self) -> None:
@@ -409,14 +409,15 @@ class AgentGate:
         working_set = self._router.attempts.working_set
         if working_set is None or routing.agent is None or not routing.runs:
             return False
-        working_set.expire(now_s)
         held: HeldBySlot | None = None
         workers = self._workers(routing)
         for worker in workers:
             if worker.pool_tokens <= 0 or self._has_time(worker, now_s):
                 return False
+            if held is None:
+                working_set.expire(now_s)
+                held = self._router.prefixes.lookup(routing.chain)
             pool = self._pool(routing, worker, working_set)
-            held = held or self._router.prefixes.lookup(routing.chain)
             demand = self._demand(routing, worker, held, working_set)
             if is_sent(demand, pool, waited_s, self.hold_s, self._router.tenants.weights):
                 return False
@@ -438,8 +439,11 @@ class AgentGate:
         """Where a request may go: where its session is, or else anywhere."""
         workers, home = self._router.workers, self.home(routing)
         worker = None if home is None else workers.at_slot(home)
-        found = [worker] if worker is not None and worker.is_available else workers.all
-        found = [w for w in allowed(found, routing.only) if w.is_available and w.role != DECODE]
+        if worker is not None and worker.is_available:
+            is_able = routing.only is None or worker.url in routing.only
+            return [worker] if is_able and worker.role != DECODE else []
+        found = allowed(workers.all, routing.only)
+        found = [w for w in found if w.is_available and w.role != DECODE]
         if len(found) <= MOST_COMPARED:
             return found
         begin = self._next = (self._next + MOST_COMPARED) % len(found)
@@ -547,7 +551,7 @@ class Trials:
 
     def admits(self, request: Suspect) -> bool:
         """Whether a request may be placed now. Otherwise it is refused, or waits here."""
-        if self._suspects.is_idle:
+        if not self._suspects.cases:
             return True
         now_s = self.router.clock()
         standing = self._suspects.standing(request.fingerprint, now_s)
@@ -575,7 +579,7 @@ class Trials:
     def remove(self, request: Suspect) -> None:
         """A request waits no longer, and is not placed; does nothing if it does not wait."""
         self._waiting.pop(request, None)
-        if not self._suspects.is_idle:
+        if self._suspects.cases:
             self._suspects.gives_up(request.fingerprint)
 
     # What happens to those that were placed.
@@ -610,7 +614,7 @@ class Trials:
 
     def answered(self, request: Suspect) -> None:
         """A request was answered in full."""
-        if not self._suspects.is_idle:
+        if self._suspects.cases:
             self._suspects.answered(request.fingerprint)
 
     def _ended(self, worker: Worker) -> None:
@@ -619,7 +623,7 @@ class Trials:
             self._suspects.ended(worker.id, worker.stopped_s(now_s), now_s)
 
     def _lives(self, worker: Worker, probed_s: float) -> None:
-        if not self._suspects.is_idle:
+        if self._suspects.cases:
             self._suspects.lives(worker.id, probed_s)
             self._try_waiting()
 

@@ -37,7 +37,7 @@ from sgl_ext.balancer.routing.routing_request import Prompt, RoutingRequest, rea
 from sgl_ext.balancer.routing.worker import DECODE, Attempt, Worker
 from sgl_ext.balancer.routing.workers import WorkerSet, can_answer
 from sgl_ext.protocols.registry import of_path
-from sgl_ext.reading.client import is_final, shown_name
+from sgl_ext.reading.client import shown_name
 from sgl_ext.reading.segments import Chain
 from sgl_ext.tenants import Tenants
 from sgl_ext.wire.headers import TENANT_HEADER
@@ -47,6 +47,8 @@ from sgl_ext.wire.headers import TENANT_HEADER
 REREAD_S = 1.0
 _MOST_REREAD = 16
 _NO_PREFIX = HeldBySlot()
+PASS_S = 1.0
+"""What has expired is forgotten this much later, so that not every request has to look for it."""
 
 
 def allowed(workers: list[Worker], only: frozenset[str] | None) -> list[Worker]:
@@ -262,15 +264,18 @@ class Homes:
         self._attempts = attempts
         self._fleet = fleet
 
-    def request_of(self, routing: RoutingRequest, held: HeldBySlot) -> PlacementRequest:
-        """The request with its session's worker: the remembered one, or the one that holds most
+    def request_of(
+        self, routing: RoutingRequest, held: HeldBySlot
+    ) -> tuple[PlacementRequest, Worker | None]:
+        """The request, and its session's worker: the remembered one, or the one that holds most
         of the session."""
-        home_id, last_tokens, chain = None, 0, routing.chain
+        found, last_tokens, chain = None, 0, routing.chain
         home = None if routing.session is None else self._attempts.sessions.home(routing.session)
         if home is not None:
             slot, last_tokens = home
-            if (worker := self._workers.at_slot(slot)) is not None:
-                home_id = worker.id
+            found = self._workers.at_slot(slot)
+            if found is not None and found.is_gone:
+                found = self._workers.find(found.id)
         elif chain.session is not None:
             begin = chain.hashes.index(chain.session) + 1
             tokens = dict(held.holders(begin))
@@ -278,18 +283,24 @@ class Homes:
             slots = [slot for slot, held_tokens in tokens.items() if held_tokens == most]
             # Slots differ between balancers, so that they are no reason to prefer a worker.
             homes = [worker.id for slot in slots if (worker := self._workers.at_slot(slot))]
-            home_id = chosen_of(routing.prefix, homes) if homes else None
+            found = self._workers.find(chosen_of(routing.prefix, homes)) if homes else None
         answer_tokens = self._attempts.speeds.answer_tokens(routing.output_tokens)
-        return PlacementRequest(
+        home_id = None if found is None else found.id
+        request = PlacementRequest(
             routing.prompt_tokens, routing.prefix, home_id, last_tokens, answer_tokens
         )
+        return request, found
 
     def find(
-        self, request: PlacementRequest, candidates: Candidates, held: HeldBySlot, now_s: float
+        self,
+        request: PlacementRequest,
+        home: Worker | None,
+        candidates: Candidates,
+        held: HeldBySlot,
+        now_s: float,
     ) -> tuple[Worker | None, WorkerView]:
-        """The worker that the request's session stays on, and its view. While little waits there,
-        the time does not grow with the number of workers."""
-        home = None if request.home is None else self._workers.find(request.home)
+        """The worker that the request's session stays on, its `home` or none, and its view. While
+        little waits there, the time does not grow with the number of workers."""
         if home is None or home not in candidates:
             return None, _NO_VIEW
         view = self._fleet.view(home, held.tokens, now_s)
@@ -370,6 +381,7 @@ class Router:
         self.prefixes.add_tables(tables)
         tables.add("sessions", sessions.__len__, lambda: sessions.limit)
         self.on_capacity: list[Callable[[], None]] = []
+        self._due_s = -inf
         self.attempts.on_end.append(self.capacity_changed)
         self.workers.on_leave.append(self.forget)
 
@@ -393,22 +405,26 @@ class Router:
         self, prompt: Prompt, headers: Mapping[str, str], *, warms: bool = False
     ) -> RoutingRequest:
         """How to route a request with this prompt. `headers` has lower-case names."""
-        tenant = headers.get(TENANT_HEADER, "")
-        name = shown_name(prompt.stated, tenant, hashes=self.hashes_sessions)
+        tenant, name = headers.get(TENANT_HEADER, ""), None
+        if prompt.stated:
+            name = shown_name(prompt.stated, tenant, hashes=self.hashes_sessions)
+        elif prompt.session is not None:
+            name = f"{prompt.session:032x}"
         return RoutingRequest(
             prompt.chain,
             prompt.session,
             prompt.prefix,
             self.prefixes.estimate_tokens(prompt.size_bytes),
-            is_final(headers),
+            prompt.is_final,
             prompt.importance.priority,
             prompt.importance.output_tokens or 0,
             tenant,
             runs=not warms,
             warms=warms,
-            name=name,
+            session_name=name,
             prompts=prompt.prompts,
             due_s=prompt.importance.due_s,
+            agent=prompt.agent,
         )
 
     def place(
@@ -420,22 +436,19 @@ class Router:
         the request `waits_for_home`.
         """
         now_s = self.clock()
-        if unconfirmed := self.prefixes.in_flight.expire(now_s):
-            self.metrics.unconfirmed_prefixes.inc(unconfirmed)
-        self.attempts.sessions.expire(now_s)
-        self._learn(now_s)
+        if now_s >= self._due_s:
+            self.pass_time(now_s)
         candidates = self.candidates(routing, tried)
         held = self.prefixes.lookup(routing.chain)
         self.prefixes.learn_size(routing.chain, held)
-        request = self.homes.request_of(routing, held)
-        home, view = self.homes.find(request, candidates, held, now_s)
+        request, known = self.homes.request_of(routing, held)
+        home, view = self.homes.find(request, known, candidates, held, now_s)
         has_capacity = partial(candidates.has_capacity, held=held)
         if home is not None and has_capacity(home):
             views = [view]
             if self.lists_others or not self.fleet.is_large:
                 views = self.homes.views_beside(home, view, candidates, held, now_s)
             return self._begin(routing, home, "home", held, views, candidates)
-        known = None if request.home is None else self.workers.find(request.home)
         open_workers = self.fleet.compared(candidates, held, known, has_capacity, now_s)
         if not open_workers:
             return None if home is None else self._beyond(routing, home, view, held, candidates)
@@ -462,8 +475,13 @@ class Router:
         speed = sum(w.pace.tokens_per_s for w in self.workers.all if w.is_available)
         return tokens / speed if speed > 0 else 0.0
 
-    def _learn(self, now_s: float) -> None:
-        """Takes over what was learned of the workers' speeds."""
+    def pass_time(self, now_s: float) -> None:
+        """Forgets what has expired, and takes over what was learned of the workers' speeds. A
+        placement calls it if that is PASS_S ago."""
+        self._due_s = now_s + PASS_S
+        if unconfirmed := self.prefixes.in_flight.expire(now_s):
+            self.metrics.unconfirmed_prefixes.inc(unconfirmed)
+        self.attempts.sessions.expire(now_s)
         speeds = self.attempts.speeds
         for slot in speeds.refresh(now_s):
             if (worker := self.workers.at_slot(slot)) is not None:
@@ -475,8 +493,8 @@ class Router:
         None if the prompt is not at hand there, or if too many were sent beyond it."""
         now_s = self.clock()
         candidates, held = self.candidates(routing, tried), self.prefixes.lookup(routing.chain)
-        request = self.homes.request_of(routing, held)
-        home, view = self.homes.find(request, candidates, held, now_s)
+        request, known = self.homes.request_of(routing, held)
+        home, view = self.homes.find(request, known, candidates, held, now_s)
         return None if home is None else self._beyond(routing, home, view, held, candidates)
 
     def _beyond(
@@ -617,8 +635,7 @@ def explain(router: Router, routing: RoutingRequest) -> dict[str, Any]:
     candidates = router.candidates(routing, set())
     workers = [worker for worker in router.workers.all if worker.role != DECODE]
     views = {w: router.fleet.view(w, held.tokens, now_s) for w in workers}
-    request = router.homes.request_of(routing, held)
-    home = None if request.home is None else router.workers.find(request.home)
+    request, home = router.homes.request_of(routing, held)
     compared = router.fleet.compared(candidates, held, home, lambda _: True, now_s)
     mean_sessions = router.fleet.mean_sessions
     placement = place(request, [views[w] for w in compared], mean_sessions)

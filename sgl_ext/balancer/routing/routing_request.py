@@ -5,7 +5,7 @@ from typing import Any
 
 import msgspec
 
-from sgl_ext.reading.client import salt_of, session_key, stated_name
+from sgl_ext.reading.client import is_final, salt_of, session_key, stated_name
 from sgl_ext.reading.hints import Importance, honoured_hints, read_importance
 from sgl_ext.reading.protocol import Protocol
 from sgl_ext.reading.segments import (
@@ -23,6 +23,7 @@ class Prompt(msgspec.Struct, frozen=True, gc=False):
     prefix: breaks ties; equal for requests that share a beginning.
     size_bytes: of the canonical text; of the body for a batch, or if there is no such text.
     prompts: how many it has. hints: of `honoured_hints`.
+    agent, is_final: as of a `RoutingRequest`.
     """
 
     chain: Chain
@@ -33,6 +34,8 @@ class Prompt(msgspec.Struct, frozen=True, gc=False):
     stated: str = ""
     prompts: int = 1
     hints: tuple[str, ...] = ()
+    agent: int | None = None
+    is_final: bool = False
 
 
 def read_prompt(
@@ -59,7 +62,7 @@ def read_prompt(
     else:  # a batch computes all of its prompts, and goes where most of the longest is
         batch = read_batch(protocol, document, salt=salt)
         chain = longest_of(batch)
-    session = session_key(headers, body, chain)
+    session, stated = session_key(headers, body, chain), stated_name(headers, body)
     return Prompt(
         chain,
         session,
@@ -67,16 +70,32 @@ def read_prompt(
         size_bytes,
         # Malformed hints are left to the engine, which rejects them.
         read_importance(headers, body, ceiling, defaults),
-        stated_name(headers, body),
+        stated,
         max(len(batch), 1),
         honoured_hints(headers, body, ceiling),
+        agent_of(chain, session),
+        is_final(headers) if headers else False,
     )
+
+
+_MIXER, _MASK = 0x9E3779B97F4A7C15F39CC0605CEDC835, (1 << 128) - 1
+
+
+def agent_of(chain: Chain, session: int | None) -> int | None:
+    """The agent whose memory is counted: one conversation of a session. A client states its
+    session's id itself, so that it could state one for many conversations."""
+    begin = chain.session
+    if session is None or begin is None:
+        return session
+    return (session * _MIXER ^ begin) & _MASK
 
 
 class RoutingRequest(msgspec.Struct, frozen=True, gc=False):
     """What routing needs to know of a request.
 
-    session: a number for the agent's conversation. name: of its session, if its client states one.
+    session: a number for the agent's conversation. session_name: the same as logs and pages have
+        it; None if it is unknown. agent: of `agent_of`.
+    is_final: whether the client states that this is the conversation's last turn.
     prefix: breaks ties; equal for requests that share a beginning.
     runs: whether the engine's scheduler runs it, so that it needs capacity there.
     warms: whether it is prefilled ahead, when the engine is idle: it is no load, and no request
@@ -97,26 +116,10 @@ class RoutingRequest(msgspec.Struct, frozen=True, gc=False):
     runs: bool = True
     warms: bool = False
     only: frozenset[str] | None = None
-    name: str = ""
+    session_name: str | None = None
     prompts: int = 1
     due_s: float | None = None
-
-    @property
-    def agent(self) -> int | None:
-        """The agent whose memory is counted: one conversation of a session. A client states its
-        session's id itself, so that it could state one for many conversations."""
-        begin = self.chain.session
-        if self.session is None or begin is None:
-            return self.session
-        return (self.session * _MIXER ^ begin) & _MASK
-
-    @property
-    def session_name(self) -> str | None:
-        """The session as logs and pages have it; None if it is unknown."""
-        if self.name or self.session is None:
-            return self.name or None
-        return f"{self.session:032x}"
+    agent: int | None = None
 
 
-_MIXER, _MASK = 0x9E3779B97F4A7C15F39CC0605CEDC835, (1 << 128) - 1
 NO_ROUTING = RoutingRequest(Chain(), None, 0, 0, runs=False)

@@ -141,9 +141,7 @@ def requests(
             priority=data.draw(st.sampled_from([0, 20])),
         )
         tried = set(data.draw(st.lists(st.sampled_from(setting.workers.all), max_size=2)))
-        setting.router.prefixes.in_flight.expire(setting.clock.now_s)
-        attempts.sessions.expire(setting.clock.now_s)
-        setting.router._learn(setting.clock.now_s)
+        setting.router.pass_time(setting.clock.now_s)
         yield routing, tried, data.draw(st.booleans())
 
 
