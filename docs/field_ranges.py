@@ -1,4 +1,4 @@
-"""Writes the tables of docs/reference/limits.md from the code: `python -m docs.field_ranges`."""
+"""Writes the lists of docs/reference/limits.md from the code: `python -m docs.field_ranges`."""
 
 from __future__ import annotations
 
@@ -13,26 +13,25 @@ _BEGIN, _END = "<!-- Made by `python -m docs.field_ranges`: {} -->", "<!-- The e
 
 
 def page(text: str) -> str:
-    """The page with its tables replaced by what the code says now."""
+    """The page with its lists replaced by what the code says now."""
     only = {name: check for name, check in EMBEDDING.items() if name not in GENERATION}
     tables = {"sampling": SAMPLING, "generation": GENERATION, "embedding": only}
     for name, table in tables.items():
         begin = _BEGIN.format(name)
-        made = f"{begin}\n\n{_table(table)}\n{_END}"
+        made = f"{begin}\n\n{_list(table)}\n{_END}"
         pattern = rf"{re.escape(begin)}.*?{re.escape(_END)}"
         text, found = re.subn(pattern, lambda _, made=made: made, text, flags=re.DOTALL)
         if not found:
-            raise ValueError(f"{PAGE} has no place for the table of {name}")
+            raise ValueError(f"{PAGE} has no place for the list of {name}")
     return text
 
 
-def _table(table: Mapping[str, Check]) -> str:
-    """Fields of the same range are in one row."""
+def _list(table: Mapping[str, Check]) -> str:
+    """Fields of the same range are in one line."""
     rows: dict[str, list[str]] = {}
     for name, check in table.items():
         rows.setdefault(str(check), []).append(f"`{name}`")
-    lines = [f"| {', '.join(names)} | {text} |" for text, names in rows.items()]
-    return "\n".join(["| field | range |", "|---|---|", *lines, ""])
+    return "".join(f"- {', '.join(names)}: {text}\n" for text, names in rows.items())
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Writes the tables of docs/reference/metrics.md from the code: `python -m docs.metrics_page`."""
+"""Writes the lists of docs/reference/metrics.md from the code: `python -m docs.metrics_page`."""
 
 from __future__ import annotations
 
@@ -18,6 +18,8 @@ from sgl_ext.engine.core.counters import COUNTERS, GAUGES
 
 PAGE = Path(__file__).with_name("reference") / "metrics.md"
 _BEGIN, _END = "<!-- Made by `python -m docs.metrics_page`: {} -->", "<!-- The end of that. -->"
+_COMMON = "process_"
+"""Metrics of a process that every Prometheus client has; the page names them together."""
 
 
 class Row(NamedTuple):
@@ -77,30 +79,29 @@ def added_rows() -> list[Row]:
 
 
 def page(text: str) -> str:
-    """The page with its tables replaced by what the code says now."""
-    tables = {"balancer": balancer_rows(), "engine": engine_rows(), "added": added_rows()}
-    for name, rows in tables.items():
+    """The page with its lists replaced by what the code says now."""
+    lists = {"balancer": balancer_rows(), "engine": engine_rows(), "added": added_rows()}
+    for name, rows in lists.items():
         begin = _BEGIN.format(name)
-        made = f"{begin}\n\n{_table(rows)}\n{_END}"
+        made = f"{begin}\n\n{_lists(rows)}\n{_END}"
         text, found = re.subn(
             rf"{re.escape(begin)}.*?{re.escape(_END)}", lambda _, made=made: made, text, flags=re.S
         )
-        assert found == 1, f"{PAGE.name} has one place for the table of {name}"
+        assert found == 1, f"{PAGE.name} has one place for the list of {name}"
     return text
 
 
-def _table(rows: list[Row]) -> str:
-    """A table for each type, since a query depends on it."""
-    tables = []
+def _lists(rows: list[Row]) -> str:
+    """A list for each type, since a query depends on it."""
+    lists = []
     for kind in dict.fromkeys(row.kind for row in rows):
-        lines = [f"| {kind} | meaning |", "|---|---|"]
+        lines = [f"**{kind.capitalize()}s**", ""]
         for row in rows:
-            if row.kind == kind:
+            if row.kind == kind and not row.name.startswith(_COMMON):
                 labels = f"{{{','.join(row.labels)}}}" if row.labels else ""
-                text = row.text.replace("|", "\\|")
-                lines.append(f"| `{row.name}{labels}` | {text} |")
-        tables.append("\n".join(lines) + "\n")
-    return "\n".join(tables)
+                lines.append(f"- `{row.name}{labels}`: {row.text}")
+        lists.append("\n".join(lines) + "\n")
+    return "\n".join(lists)
 
 
 if __name__ == "__main__":

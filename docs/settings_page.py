@@ -14,12 +14,13 @@ _HEAD = """# Settings
 
 <!-- Made by `python -m docs.settings_page`. Do not edit this page. -->
 
+Each line has a key, its default if it has one, and what is allowed. \
 Every key is also a flag of `sgl-ext serve`: `pin-ttl-s = 60` in the file is \
 `--pin-ttl-s 60`. A flag wins over the file that `--config` names. In the file a key can be \
 written with hyphens or underscores. `python -m sgl_ext.balancer.serve`, for a balancer without a \
 launcher, takes the flags of `[balancer]`, a `--worker URL` for each engine, and a `--config`.
 
-What says `yes` below "reload" changes \
+What has a ↻, and all of `[tenants]` and `[hints]`, changes \
 [without a restart](../guide/operations.md#reload-without-a-restart) of anything. \
 A flag of a list can be repeated and adds to the list in the file; `--no-strip-headers` empties it \
 first. A flag that is true or false has a `--no-...` form. Times (`-s`) are at most a year.
@@ -55,20 +56,22 @@ def page() -> str:
     sections = [_HEAD]
     for name, fields in TABLES.items():
         about = f"\n{_ABOUT[name]}\n" if name in _ABOUT else ""
-        sections.append(f"## [{name}]\n{about}" + (f"\n{_table(name, fields)}" if fields else ""))
+        sections.append(f"## [{name}]\n{about}" + (f"\n{_list(name, fields)}" if fields else ""))
     return "\n".join(sections)
 
 
-def _table(table: str, fields: Mapping[str, Field]) -> str:
-    is_row = table in ("tenants", "hints")
-    rows = ["| key | default | allowed | reload | meaning |", "|---|---|---|---|---|"]
+def _list(table: str, fields: Mapping[str, Field]) -> str:
+    lines = []
     for name, field in fields.items():
-        default = f"`{field.shown_default}`" if field.shown_default else ""
-        key = f"`{name.replace('_', '-')}`"
+        reloads = table not in ("tenants", "hints") and field.reload.applies
+        line = f"- `{name.replace('_', '-')}`{'↻' if reloads else ''}"
+        if field.shown_default:
+            line += f" = `{field.shown_default}`"
+        if allowed := _short(field.allowed):
+            line += f" ({allowed})"
         text = re.sub(r"\b(guide|how|reference|start)/([\w-]+)\.md", _link, field.help)
-        reload = "yes" if is_row or field.reload.applies else ""
-        rows.append(f"| {key} | {default} | {_short(field.allowed)} | {reload} | {text} |")
-    return "\n".join(rows) + "\n"
+        lines.append(f"{line}: {text}")
+    return "\n".join(lines) + "\n"
 
 
 def _short(allowed: str) -> str:

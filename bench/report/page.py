@@ -39,14 +39,6 @@ it could not make the load that it is about.
 """
 _HEAD = ("measured", "against", "theirs", "sgl-ext")
 _NOT_RUN = "no report has been committed yet"
-_OTHERS = """\
-## What other commands measure
-
-| page | command |
-|---|---|
-| [the table of clients](reference/clients.md) | `make test-clients` |
-| [a GPU](how/measuring.md) | `make gpu-report` |
-"""
 
 
 def page(report: Report) -> str:
@@ -56,7 +48,7 @@ def page(report: Report) -> str:
         step = _steps(report).get(section.step)
         if step is not None or section.step != "gpu":
             parts.append("\n".join(_section(section, step)) + "\n")
-    return "\n".join([*parts, _OTHERS])
+    return "\n".join(parts)
 
 
 def pictures(report: Report) -> dict[str, str]:

@@ -91,11 +91,11 @@ def shown(value: Any) -> str:
         return NOT_REPORTED
     if is_not_valid(value):
         return f"not valid: {value['not_valid']}"
-    if is_spread(value) and value.get("rounds") == 1:
-        return number(value["median"])
     if is_spread(value):
-        text = f"{number(value['median'])} ({number(value['min'])}–{number(value['max'])})"
-        return f"{text}: {NO_DIFFERENCE}" if value.get("crosses_1") else text
+        text, rounds = number(value["median"]), value.get("rounds")
+        if value["min"] != value["max"]:
+            text += f" ({number(value['min'])}–{number(value['max'])})"
+        return f"{text}: {NO_DIFFERENCE}" if value.get("crosses_1") and rounds != 1 else text
     return number(value)
 
 

@@ -30,7 +30,6 @@ from sgl_ext.engine.fields.ranges import GENERATION, SAMPLING, Elsewhere, Intern
 
 PAGE = Path(__file__).parents[1] / "reference" / "request-fields.md"
 _ROOT = "request"
-_FIELDS = "| field | |\n|---|---|"
 _HEAD = """# Request fields
 
 What becomes of each field that the vendors' SDKs can send, from requests with and without it.
@@ -69,7 +68,7 @@ async def page(found: dict[str, dict[str, Any]]) -> str:
         for path, document in about["schemas"].items():
             states = await states_of(observer, path, document, Notes(path))
             parts.append(f"\n## {path}, by {sdk} {about['version']}\n")
-            parts += _tables(states)
+            parts += _lists(states)
     parts += await _completions(observer)
     parts += _generate()
     return "\n".join(parts) + "\n"
@@ -81,14 +80,13 @@ async def _completions(observer: Observer) -> list[str]:
     states = await states_of(
         observer, sdks.COMPLETIONS, about["schemas"][sdks.COMPLETIONS], Notes(sdks.COMPLETIONS)
     )
-    return [f"\n## {sdks.COMPLETIONS}, by openai {about['version']}\n", *_tables(states)]
+    return [f"\n## {sdks.COMPLETIONS}, by openai {about['version']}\n", *_lists(states)]
 
 
 def _generate() -> Iterator[str]:
     """The section of SGLang's own path, whose fields are those of its requests."""
     yield "\n## /generate, by SGLang's own classes\n"
     yield "The fields of the [ranges](limits.md#ranges-of-fields) are acted on, but for these:\n"
-    yield _FIELDS
     for prefix, table in (("", GENERATION), ("sampling_params.", SAMPLING)):
         groups: dict[tuple[str, str], list[str]] = defaultdict(list)
         for name, check in table.items():
@@ -98,15 +96,14 @@ def _generate() -> Iterator[str]:
             groups[state, why].append(prefix + name)
         for (state, why), names in groups.items():
             if state != ACTS:
-                yield f"| {_names(names)} | {_became(state, why)} |"
+                yield f"- {_names(names)}: {_became(state, why)}"
 
 
-def _tables(states: list[State]) -> Iterator[str]:
-    yield _FIELDS
+def _lists(states: list[State]) -> Iterator[str]:
     own = [state for state in states if state.object == _ROOT and state.state != ACTS]
     for (state, text), group in _groups(own, lambda each: (each.state, _text(each))):
-        yield f"| {_names(each.field for each in group)} | {_became(state, text)} |"
-    yield "\n| fields of objects | |\n|---|---|"
+        yield f"- {_names(each.field for each in group)}: {_became(state, text)}"
+    yield "\nFields of objects:\n"
     others = [each for each in states if each.object != _ROOT and each.state not in _AS_USUAL]
     for (state, text), group in _groups(others, lambda each: (each.state, _text(each))):
         rows = [
@@ -115,7 +112,7 @@ def _tables(states: list[State]) -> Iterator[str]:
         ]
         if state == HARMLESS:
             rows = [_names(dict.fromkeys(each.field for each in group))]
-        yield f"| {'; '.join(rows)} | {_became(state, text)} |"
+        yield f"- {'; '.join(rows)}: {_became(state, text)}"
 
 
 def _became(state: str, text: str) -> str:
@@ -135,9 +132,9 @@ def _rank(state: State) -> tuple[int, str]:
 
 
 def _text(state: State) -> str:
-    """What a row says of its state. Errors are SGLang's or ours, and each is in its own words."""
+    """What a line says of its state. Errors are SGLang's or ours, and each is in its own words."""
     if state.state == COUNTED:
-        return f"`{state.text}`"
+        return "by its own name" if state.text == state.field else f"`{state.text}`"
     return state.text if state.state in (ELSEWHERE, HARMLESS) else ""
 
 

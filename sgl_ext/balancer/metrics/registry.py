@@ -47,7 +47,7 @@ class Metrics(Page):
         )
         self.requests = counter(
             "requests{path,status}",
-            "Requests that were answered, by path and HTTP status. Health checks are not counted.",
+            "Requests answered, by path and HTTP status. Health checks are not counted.",
         )
         self.ttft_s = histogram(
             "ttft_seconds{path}",
@@ -111,7 +111,7 @@ class Metrics(Page):
         )
         self.requests_rejected = counter(
             "requests_rejected",
-            "Requests that were rejected because the queue was full or they waited too long.",
+            "Requests rejected because the queue was full or they waited too long.",
         )
         self.model_fallbacks = counter(
             "model_fallbacks{model,fallback}",
@@ -120,7 +120,7 @@ class Metrics(Page):
         )
         self.failed_requests = counter(
             "failed_requests{reason}",
-            "Requests that were refused (429, 5xx), failed or cut, by reason.",
+            "Requests refused (429, 5xx), failed or cut, by reason.",
         )
         self.placements = counter(
             "placements{reason}", "Requests sent to a worker, by the reason for its choice."
@@ -130,8 +130,8 @@ class Metrics(Page):
         )
         self.suspect_requests = counter(
             "suspect_requests{result}",
-            "Requests that were suspected to have ended an engine, that were cleared or convicted "
-            "of it, and that were refused because such a request had been convicted.",
+            "Requests suspected to have ended an engine, cleared or convicted of it, and refused "
+            "because such a request had been convicted.",
         )
         self.suspect_requests.counts[("convicted",)] = 0  # as for the store's failures
         self.requests_on_trial = gauge(
@@ -140,7 +140,7 @@ class Metrics(Page):
         )
         self.retries_rejected = counter(
             "retries_rejected",
-            "Engines' 503 answers that were passed on because the retry budget was empty.",
+            "Engines' 503 answers passed on because the retry budget was empty.",
         )
         self.cut_streams = counter(
             "cut_streams", "Streams that a worker cut after the first byte was sent to the client."
@@ -287,7 +287,7 @@ class Metrics(Page):
             "Times that a source of workers could not be read, so that its last list stays.",
         )
         self.settings_reloads = counter(
-            "settings_reloads", "Changes of settings that were applied without a restart."
+            "settings_reloads", "Changes of settings applied without a restart."
         )
         self.settings_reload_failures = counter(
             "settings_reload_failures", "Reloads of settings that were wrong; they change nothing."
@@ -310,17 +310,17 @@ class Metrics(Page):
         )
         self.request_log_dropped_lines = counter(
             "request_log_dropped_lines",
-            "Lines of the request log that were dropped because they could not be written in time.",
+            "Lines of the request log dropped because they could not be written in time.",
         )
         self.bodies_rejected = counter(
             "bodies_rejected",
-            "Bodies and heads that were rejected because the byte budget was used up.",
+            "Bodies and heads rejected because the byte budget was used up.",
         )
         self.held_bytes = gauge(
             "held_bytes", "Bytes of bodies and answers that the byte budget counts now."
         )
         self.connections_rejected = counter(
-            "connections_rejected", "Connections that were closed because there were too many."
+            "connections_rejected", "Connections closed because there were too many."
         )
         self.connections = gauge("connections", "Connections of clients that are open now.")
         self.sockets = gauge("websockets", "WebSockets of clients that are open now.")
@@ -349,7 +349,7 @@ class Metrics(Page):
         self.live_streams = gauge("live_streams", "Live streams of the state that are open now.")
         self.live_streams_dropped = counter(
             "live_streams_dropped{reason}",
-            "Live streams of the state that were refused because there were too many, "
+            "Live streams of the state refused because there were too many, "
             "or ended because their client read too slowly.",
         )
         self.file_reloads = counter(
