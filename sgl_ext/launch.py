@@ -42,7 +42,7 @@ from sgl_ext.node.progress import start_progress, summary
 from sgl_ext.node.reloads import Reloads, live_settings
 from sgl_ext.node.restarts import Replacement, Restarts, store_limit_s
 from sgl_ext.process import ENGINE_FOLDERS, LossyStream, hold_hangups, on_hangup, remove_stale
-from sgl_ext.settings.schema import LaunchSettings, SettingsError
+from sgl_ext.settings.schema import LaunchSettings, SettingsError, Unavailable
 from sgl_ext.settings.sources import (
     config_of,
     launch_flags,
@@ -73,7 +73,8 @@ class StartError(Exception):
 
 def main(argv: list[str] | None = None) -> None:
     """Runs a node until SIGTERM or Ctrl-C. Raises SystemExit with its exit code: 2 if the command
-    line or the file is wrong, which no second start changes; 1 for any other failure."""
+    line, the file or the model's folder is wrong, which no second start changes; 1 for any other
+    failure."""
     # A terminal that closes ends nothing. The node's processes inherit this.
     hold_hangups()
     argv = sys.argv[1:] if argv is None else argv
@@ -83,10 +84,10 @@ def main(argv: list[str] | None = None) -> None:
             settings = launch_settings(argv)
             for one in settings.of_models:
                 check_given_flags(one.engine_args, argv, config_of(argv), launch_flags())
+            found, notes = check_start(settings)
         except SettingsError as error:
             say_error(error)
-            raise SystemExit(WRONG_COMMAND) from None
-        found, notes = check_start(settings)
+            raise SystemExit(1 if isinstance(error, Unavailable) else WRONG_COMMAND) from None
         console = Console(file=cast(IO[str], LossyStream(sys.stdout)))
         with locked(Path(settings.log_dir)):
             read = partial(launch_settings, argv) if names_file(argv) else None

@@ -7,16 +7,16 @@ from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 
-from sgl_ext.settings.schema import BalancerSettings, SettingsError
+from sgl_ext.settings.schema import BalancerSettings, SettingsError, Unavailable
 
 
 def require_free(host: str, port: int) -> None:
-    """Raises SettingsError if no process can listen on the port now."""
+    """Raises Unavailable if no process can listen on the port now."""
     require_port(port, f"port={port}", host)
 
 
 def require_port(port: int, name: str, host: str = "") -> None:
-    """Raises SettingsError, which begins with `name`, if no process can listen on the port now.
+    """Raises Unavailable, which begins with `name`, if no process can listen on the port now.
 
     host: "" for every address of this machine.
     """
@@ -25,7 +25,7 @@ def require_port(port: int, name: str, host: str = "") -> None:
         by = f" by {owner}" if owner else ""
         reason = error.strerror if error.errno is None else os.strerror(error.errno)
         where = "" if name.endswith(str(port)) else f"port {port}: "
-        raise SettingsError(f"{name}: {where}{reason}{by}")
+        raise Unavailable(f"{name}: {where}{reason}{by}")
 
 
 def free_ports(

@@ -21,7 +21,14 @@ from sgl_ext.node.hardware import (
     gpus_of_engine,
 )
 from sgl_ext.process import make_folder, remove_stale
-from sgl_ext.settings.schema import IN_MEMORY, LEAST_TIER_BYTES, OFF, LaunchSettings, SettingsError
+from sgl_ext.settings.schema import (
+    IN_MEMORY,
+    LEAST_TIER_BYTES,
+    OFF,
+    LaunchSettings,
+    SettingsError,
+    Unavailable,
+)
 from sgl_ext.settings.shared_tier import FOLDER_VARIABLE, OWN_FLAGS
 from sgl_ext.settings.sources import launch_flags
 from sgl_ext.sizing.model import SizingError, model_folder, read_config, weight_bytes
@@ -29,7 +36,10 @@ from sgl_ext.sizing.model import SizingError, model_folder, read_config, weight_
 
 def check_start(settings: LaunchSettings) -> tuple[Hardware | None, list[str]]:
     """The devices for the engines, None if they run on other machines, and what the operator should
-    know. Raises SettingsError for what would end the start; what takes seconds comes last."""
+    know. What takes seconds comes last.
+
+    Raises SettingsError for what would end the start, Unavailable if a later one may succeed.
+    """
     parts = settings.of_models
     for one in parts:
         with _of_model(one):
@@ -61,7 +71,7 @@ def _of_model(settings: LaunchSettings) -> Iterator[None]:
     except SettingsError as error:
         if not settings.served_name:
             raise
-        raise SettingsError(f"[[models]] {settings.served_name}: {error}") from None
+        raise type(error)(f"[[models]] {settings.served_name}: {error}") from None
 
 
 def check_restart(settings: LaunchSettings) -> None:
@@ -237,7 +247,7 @@ def check_disks(settings: LaunchSettings) -> str:
         free = shutil.disk_usage(_existing(Path(path))).free
         if free < LEAST_DISK_BYTES:
             least = f"logs and the store need {shown(LEAST_DISK_BYTES)} at least"
-            raise SettingsError(f"{name}={path!r}: its disk has {shown(free)} free; {least}")
+            raise Unavailable(f"{name}={path!r}: its disk has {shown(free)} free; {least}")
         if free < size:
             most = f"logs and the store may grow to {shown(size)} (docs/reference/limits.md)"
             return f"{name}={path!r}: its disk has {shown(free)} free, and {most}"
@@ -260,12 +270,12 @@ def check_memory(settings: LaunchSettings, found: Hardware, free: int | None = N
         of = f"{shown(weights)} of weights and " if weights else ""
         reason = f"an engine needs about {shown(each)} of memory ({of}its processes)"
         have = f"{shown(free)} are free, enough for {free // each}"
-        raise SettingsError(f"instances={settings.instances}: {reason}; {have}")
+        raise Unavailable(f"instances={settings.instances}: {reason}; {have}")
     rest = free - settings.instances * each
     if settings.shared_tier_bytes > rest:
         engines = f"{shown(settings.instances * each)} for the engines' processes"
         have = f"{shown(free)} of memory are free, less {engines}"
-        raise SettingsError(f"shared_tier_bytes={settings.shared_tier_bytes}: {have}")
+        raise Unavailable(f"shared_tier_bytes={settings.shared_tier_bytes}: {have}")
     return settings.instances * each
 
 
@@ -277,14 +287,14 @@ def check_gpus(settings: LaunchSettings, found: Hardware) -> None:
     for name in names:
         if free and name.isdecimal() and name not in free:
             there = ", ".join(index for index in free if index.isdecimal())
-            raise SettingsError(f"{found.variable}: there is no GPU {name}, only {there}")
+            raise Unavailable(f"{found.variable}: there is no GPU {name}, only {there}")
     weights = _weights(settings) if names else None
     part = 0 if weights is None else weights // settings.tp
     for name in names:
         if weights and part > free.get(name, part):
             need = f"needs {shown(part)} for its part of the weights ({shown(weights)}, "
             need += f"tp={settings.tp}), and {shown(free[name])} are free"
-            raise SettingsError(f"model_path={settings.model_path!r}: GPU {name} {need}")
+            raise Unavailable(f"model_path={settings.model_path!r}: GPU {name} {need}")
 
 
 def check_host_pools(settings: LaunchSettings, found: Hardware, free: int | None = None) -> str:
@@ -314,7 +324,7 @@ def check_host_pools(settings: LaunchSettings, found: Hardware, free: int | None
         need = f"{pools} host pools need {shown(pools * size * _GB)} of memory"
         have = f"{shown(free)} are free, of which SGLang leaves {shown(reserve)}"
         have += f" and the engines share {shown(tier)}" if tier else ""
-        raise SettingsError(f"--hicache-size={size}: {need}; {have}: at most {most}")
+        raise Unavailable(f"--hicache-size={size}: {need}; {have}: at most {most}")
     return ""
 
 
@@ -412,8 +422,17 @@ def check_shared_tier(settings: LaunchSettings, parent: Path = SHARED_MEMORY) ->
     if disk is None:
         remove_stale(_TIER_FOLDERS, parent)  # a launcher that was killed left it; it takes memory
     used = 0 if disk is None else _used_bytes(Path(disk))
-    for problem in _tier_problems(settings, parent if disk is None else Path(disk), used):
+    for problem in _tier_problems(settings):
         raise SettingsError(f"{name}={size}: {problem}")
+    parent = parent if disk is None else Path(disk)
+    try:
+        found = os.statvfs(parent)
+    except OSError as error:
+        raise Unavailable(f"{name}={size}: {parent}: {error.strerror}") from None
+    free = found.f_bavail * found.f_frsize + used
+    if size > free:
+        more = "" if disk else "; a container gets more by --shm-size"
+        raise Unavailable(f"{name}={size}: {parent} has {shown(free)} free{more}")
 
 
 def _used_bytes(disk_tier: Path) -> int:
@@ -428,7 +447,7 @@ def _used_bytes(disk_tier: Path) -> int:
     return used
 
 
-def _tier_problems(settings: LaunchSettings, parent: Path, used: int) -> Iterator[str]:
+def _tier_problems(settings: LaunchSettings) -> Iterator[str]:
     if settings.tier_bytes < LEAST_TIER_BYTES:
         yield f"must be 0, or at least {LEAST_TIER_BYTES}"
     if settings.ray_address is not None:
@@ -441,15 +460,6 @@ def _tier_problems(settings: LaunchSettings, parent: Path, used: int) -> Iterato
     for flag in (*OWN_FLAGS, "--radix-cache-backend", "--hicache-host-memory-mode"):
         if flag in flags:
             yield f"it does not work with {flag}={flags[flag]}; leave one out"
-    try:
-        found = os.statvfs(parent)
-    except OSError as error:
-        yield f"{parent}: {error.strerror}"
-        return
-    free = found.f_bavail * found.f_frsize + used
-    if settings.tier_bytes > free:
-        more = "" if settings.disk_tier else "; a container gets more by --shm-size"
-        yield f"{parent} has {shown(free)} free{more}"
 
 
 def open_shared_tier(settings: LaunchSettings, parent: Path = SHARED_MEMORY) -> None:

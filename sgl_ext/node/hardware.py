@@ -19,7 +19,7 @@ from typing import NamedTuple
 from msgspec import Struct
 
 from sgl_ext.node.flags import sizes_given
-from sgl_ext.settings.schema import LaunchSettings, SettingsError
+from sgl_ext.settings.schema import LaunchSettings, SettingsError, Unavailable
 from sgl_ext.settings.shared_tier import tier_flags
 from sgl_ext.settings.sources import gpu_names
 
@@ -185,7 +185,7 @@ def find_hardware(
         raise SettingsError(f"{given}={environ[given]!r}: it hides all GPUs. {_SMALL}")
     seen = torch(environ)
     if not seen.count or _too_few(listed.ids, seen):
-        raise SettingsError(_no_gpu(listed, seen, given))
+        raise Unavailable(_no_gpu(listed, seen, given))
     gpus = listed.ids or tuple(str(index) for index in range(seen.count))
     by = given or ("nvidia-smi" if listed.ids else "torch")
     count, slices = f"{len(gpus)} GPU{'s' * (len(gpus) > 1)}", sum(map(_is_slice, gpus))
@@ -219,7 +219,7 @@ def check_capacity(settings: LaunchSettings, hardware: Hardware) -> None:
         return
     needed = settings.instances * each.gpus
     if needed > found:
-        raise SettingsError(
+        raise Unavailable(
             f"instances={settings.instances}: with {each.shown} this needs {needed} GPUs, "
             f"but only {found} are visible"
         )
@@ -245,7 +245,7 @@ def divide(settings: LaunchSettings, found: Hardware) -> list[tuple[LaunchSettin
     for name, gpus in named.items():
         if missing := [gpu for gpu in gpus if gpu not in found.gpus]:
             there = ", ".join(found.gpus) or "none: engines run on the CPU"
-            raise SettingsError(f"[[models]] {name}: gpus: no GPU {missing[0]}; there are {there}")
+            raise Unavailable(f"[[models]] {name}: gpus: no GPU {missing[0]}; there are {there}")
     left = [gpu for gpu in found.gpus if gpu not in taken]
     ranks = sum(one.instances * gpus_of_engine(one).gpus for one in parts)
     divided = []
@@ -258,9 +258,9 @@ def divide(settings: LaunchSettings, found: Hardware) -> list[tuple[LaunchSettin
         try:
             check_capacity(one, part)
             if found.gpus and not own:
-                raise SettingsError("no GPU is left for its engines")
+                raise Unavailable("no GPU is left for its engines")
         except SettingsError as error:
-            raise SettingsError(f"[[models]] {one.served_name}: {error}") from None
+            raise type(error)(f"[[models]] {one.served_name}: {error}") from None
         divided.append((one, part))
     return divided
 

@@ -149,6 +149,11 @@ class SettingsError(ValueError):
     """A setting that cannot be used. The message names it, its source and its value."""
 
 
+class Unavailable(SettingsError):
+    """A setting that asks for what the machine does not have now: a port, memory, a GPU, a disk.
+    A later start can find it."""
+
+
 class Settings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Settings that a process can get through its environment."""
 

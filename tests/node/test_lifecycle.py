@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import socket
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -247,10 +248,31 @@ def test_an_engine_that_does_not_start_shows_its_exception_and_where_its_log_is(
     assert "Traceback" not in output
 
 
-def test_bad_configuration_stops_before_a_process_starts(tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "sgl_ext.launch", "--model-path", "m", "--instances", "0"]
-    command += ["--log-dir", str(tmp_path / "logs")]
+@pytest.mark.parametrize(
+    ("flags", "said"),
+    [
+        (["--model-path", "m", "--instances", "0"], "--instances='0': must be an integer of"),
+        (["--model-path", "/nope"], "model_path='/nope': does not exist"),
+    ],
+)
+def test_a_wrong_command_line_ends_with_2_before_a_process_starts(
+    flags: list[str], said: str, tmp_path: Path
+) -> None:
+    assert f"sgl-ext serve: {said}" in refused_start(2, tmp_path, *flags)
+
+
+def test_what_a_later_start_may_find_ends_with_1(tmp_path: Path) -> None:
+    with socket.create_server(("", 0)) as taken:
+        port = taken.getsockname()[1]
+        said = refused_start(1, tmp_path, "--model-path=m", f"--nccl-port={port}")
+    assert f"--nccl-port={port}: Address already in use" in said
+
+
+def refused_start(code: int, folder: Path, *flags: str) -> str:
+    """The one line with which a node says why it does not start, and that it left nothing."""
+    command = [sys.executable, "-m", "sgl_ext.launch", "--log-dir", str(folder / "logs"), *flags]
     ended = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
-    assert ended.returncode == 2
-    assert ended.stderr == "sgl-ext serve: --instances='0': must be an integer of at least 1\n"
-    assert not os.path.exists(tmp_path / "logs")
+    assert ended.returncode == code
+    assert ended.stderr.count("\n") == 1
+    assert not os.path.exists(folder / "logs")
+    return ended.stderr
