@@ -6,8 +6,7 @@ import re
 from collections.abc import Mapping
 from pathlib import Path
 
-from sgl_ext.settings.fields import Field
-from sgl_ext.settings.sources import TABLES
+from sgl_ext.settings.fields import TABLES, Field
 
 PAGE = Path(__file__).with_name("reference") / "settings.md"
 _HEAD = """# Settings

@@ -42,10 +42,10 @@ from sgl_ext.node.progress import start_progress, summary
 from sgl_ext.node.reloads import Reloads, live_settings
 from sgl_ext.node.restarts import Replacement, Restarts, store_limit_s
 from sgl_ext.process import ENGINE_FOLDERS, LossyStream, hold_hangups, on_hangup, remove_stale
+from sgl_ext.settings.fields import launch_flags
 from sgl_ext.settings.schema import LaunchSettings, SettingsError, Unavailable
 from sgl_ext.settings.sources import (
     config_of,
-    launch_flags,
     launch_settings,
     names_file,
     sourced_settings,

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from sgl_ext.cli.app import app
-from sgl_ext.settings.sources import TABLES
+from sgl_ext.settings.fields import TABLES
 from tests.exported import declared
 
 ROOT = Path(__file__).parents[1]

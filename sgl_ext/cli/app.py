@@ -19,7 +19,6 @@ from sgl_ext.cli.node import NodeError, UsageError
 from sgl_ext.cli.requests import requests
 from sgl_ext.cli.show import console, plain, warn
 from sgl_ext.cli.usage import usage
-from sgl_ext.version import versions
 
 PROGRAM = "sgl-ext"
 _INTERRUPTED = 130
@@ -63,6 +62,8 @@ def _show_version(wanted: bool) -> None:
 
 def version() -> None:
     """Print the versions of sgl-ext and SGLang, and the commit."""
+    from sgl_ext.version import versions
+
     found = versions()
     commit = f" ({found.commit})" if found.commit else ""
     console().print(plain(f"{PROGRAM} {found.sgl_ext}{commit}, SGLang {found.sglang or '-'}"))
@@ -137,10 +138,15 @@ class PassedOn(TyperCommand):
     """A verb that passes its words on. It completes the flags of `serve`, and names of recipes."""
 
     def shell_complete(self, ctx: Any, incomplete: str) -> list[CompletionItem]:
-        from sgl_ext.recipes import recipes
-        from sgl_ext.settings.sources import launch_flags
+        known: list[str] = []
+        if self.name == "serve":
+            from sgl_ext.settings.fields import launch_flags
 
-        known = {"serve": launch_flags, "recipes": recipes}.get(self.name or "", list)()
+            known = launch_flags()
+        elif self.name == "recipes":
+            from sgl_ext.recipes import recipes
+
+            known = list(recipes())
         return [CompletionItem(word) for word in known if word.startswith(incomplete)]
 
 

@@ -9,7 +9,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, NamedTuple
 
-import tomlkit
 import typer
 
 from sgl_ext.cli.node import HERE, Json, Key, Node, NodeError, Url, UsageError, node_at
@@ -291,6 +290,8 @@ def _claude_code(node: Connection) -> Client:
 
 
 def _codex(node: Connection) -> Client:
+    import tomlkit
+
     provider: dict[str, Any] = {"name": "sgl-ext", "base_url": f"{node.url}/v1"}
     provider |= {"wire_api": "responses", "supports_websockets": True}
     document: dict[str, Any] = {"model": node.model, "model_provider": "sgl_ext"}

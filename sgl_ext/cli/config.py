@@ -80,8 +80,9 @@ def _running(folder: Path) -> list[dict[str, Any]]:
 def _rows(argv: list[str]) -> list[dict[str, Any]]:
     """Each setting with its value and source. Raises UsageError for wrong ones."""
     from sgl_ext.node.flags import check_given_flags
+    from sgl_ext.settings.fields import launch_flags
     from sgl_ext.settings.schema import SettingsError
-    from sgl_ext.settings.sources import config_of, launch_flags, setting_rows, sourced_settings
+    from sgl_ext.settings.sources import config_of, setting_rows, sourced_settings
 
     if argv and Path(argv[0]).suffix == ".toml":
         raise UsageError(f"config show: give the file as --config {argv[0]}")

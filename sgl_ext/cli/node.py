@@ -3,15 +3,17 @@
 It needs no event loop and follows no redirect, so a key goes to the address that was given alone.
 """
 
-import http.client
 import json
 import os
 from collections.abc import Iterator
 from contextlib import closing, contextmanager
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 from urllib.parse import quote, urlsplit
 
 from typer import Option
+
+if TYPE_CHECKING:
+    from http.client import HTTPResponse
 
 DEFAULT_URL = "http://127.0.0.1:30000"
 KEY_VARIABLE = "SGL_EXT_API_KEY"
@@ -93,7 +95,7 @@ class Node:
         self, method: str, path: str, body: bytes | None, timeout_s: float
     ) -> Iterator[Any]:
         with self._answer(method, path, body, timeout_s) as answer:
-            if answer.status != http.client.OK:
+            if answer.status != 200:
                 raise self._refusal(method, path, answer.status, answer.read())
             for line in answer:
                 if line.startswith(b"data:") and line[5:].strip() != _DONE:
@@ -104,28 +106,31 @@ class Node:
     ) -> Any:
         with self._answer(method, path, body, timeout_s) as answer:
             text = answer.read()
-        if answer.status >= http.client.MULTIPLE_CHOICES:
+        if answer.status >= 300:
             raise self._refusal(method, path, answer.status, text)
         return self._decoded(text)
 
     @contextmanager
     def _answer(
         self, method: str, path: str, body: bytes | None, timeout_s: float
-    ) -> Iterator[http.client.HTTPResponse]:
+    ) -> "Iterator[HTTPResponse]":
         """An answer, whose body is read within. Raises NodeError."""
+        # A shell that asks for completions does not wait for it.
+        from http.client import HTTPConnection, HTTPException, HTTPSConnection
+
         headers = {"accept": "application/json, text/event-stream"}
         if body is not None:
             headers["content-type"] = "application/json"
         if self.key is not None:
             headers["authorization"] = f"Bearer {self.key}"
-        kind = http.client.HTTPSConnection if self._is_tls else http.client.HTTPConnection
+        kind = HTTPSConnection if self._is_tls else HTTPConnection
         try:
             with closing(kind(self._host, self._port, timeout=timeout_s)) as connection:
                 connection.request(method, self._base + path, body, headers)
                 yield connection.getresponse()
         except TimeoutError:
             raise NodeError(f"no answer from {self.url} in {timeout_s:g} s") from None
-        except (OSError, http.client.HTTPException) as error:
+        except (OSError, HTTPException) as error:
             why = getattr(error, "strerror", None) or str(error) or type(error).__name__
             start = "is it running? Start one: sgl-ext serve --model-path PATH"
             raise NodeError(f"no node answers at {self.url} ({why}): {start}") from None
@@ -139,7 +144,7 @@ class Node:
     def _refusal(self, method: str, path: str, status: int, text: bytes) -> NodeError:
         message = _message(text)
         where = path.partition("?")[0]
-        if status == http.client.UNAUTHORIZED:
+        if status == 401:
             give = f"--key file:PATH or env:VARIABLE, or set {KEY_VARIABLE}"
             what = f"needs a key: give {give}" if self.key is None else "does not accept this key"
             return NodeError(f"{self.url} {what}", status)

@@ -15,7 +15,6 @@ import typer
 
 from sgl_ext.cli.node import HERE, KEY_VARIABLE, Json, Key, NodeError, Url, UsageError, node_at
 from sgl_ext.cli.show import console, plain, print_json, print_record, table, warn
-from sgl_ext.doctor.requests import sentence
 
 _EXPLAIN = "/sgl_ext/explain"
 _PAST = "/sgl_ext/requests"
@@ -88,6 +87,8 @@ def _print_explanation(document: dict[str, Any]) -> None:
     """Prints the values, and a table of what each engine would have cost, without empty columns."""
     workers = document.get("workers") or []
     if "outcome" in document:  # a past one
+        from sgl_ext.doctor.requests import sentence
+
         console().print(plain(sentence(document)) + ".\n")
     document.pop("workers", None)
     if "time" in document:

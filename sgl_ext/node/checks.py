@@ -21,6 +21,7 @@ from sgl_ext.node.hardware import (
     gpus_of_engine,
 )
 from sgl_ext.process import make_folder, remove_stale
+from sgl_ext.settings.fields import launch_flags
 from sgl_ext.settings.schema import (
     IN_MEMORY,
     LEAST_TIER_BYTES,
@@ -30,7 +31,6 @@ from sgl_ext.settings.schema import (
     Unavailable,
 )
 from sgl_ext.settings.shared_tier import FOLDER_VARIABLE, OWN_FLAGS
-from sgl_ext.settings.sources import launch_flags
 from sgl_ext.sizing.model import SizingError, model_folder, read_config, weight_bytes
 
 

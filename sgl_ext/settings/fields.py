@@ -8,7 +8,17 @@ from typing import Any, NamedTuple, get_type_hints
 import msgspec
 from msgspec import inspect
 
-from sgl_ext.settings.schema import Reload, SettingsError
+from sgl_ext.settings.schema import (
+    BalancerSettings,
+    DefaultHint,
+    EngineSettings,
+    LaunchSettings,
+    Model,
+    PickerSettings,
+    Reload,
+    SettingsError,
+    Tenant,
+)
 
 _METAVARS = (
     *(("_s", "SECONDS"), ("_bytes", "BYTES"), ("_tokens", "TOKENS")),
@@ -197,3 +207,27 @@ def _masked_flags(argv: Sequence[str]) -> list[str]:
         shown.append(MASK if hides else flag + equals + MASK if is_secret and equals else word)
         hides = is_secret and not equals
     return shown
+
+
+_BALANCER, _ENGINE = fields_of(BalancerSettings), fields_of(EngineSettings)
+TABLES: Mapping[str, Mapping[str, Field]] = {
+    "launch": {
+        **fields_of(LaunchSettings),
+        **{name: field for name, field in _ENGINE.items() if name not in _BALANCER},
+    },
+    "balancer": {name: field for name, field in _BALANCER.items() if name != "workers"},
+    "picker": {n: field for n, field in fields_of(PickerSettings).items() if n not in _BALANCER},
+    "tenants": {name: field for name, field in fields_of(Tenant).items() if name != "name"},
+    "hints": {n: field for n, field in fields_of(DefaultHint).items() if n not in ("of", "name")},
+    "models": fields_of(Model),
+    "aliases": {},
+    "engine": {},
+}
+"""The tables of the TOML file and their keys. `[engine]` has SGLang's flags as keys, `[aliases]`
+names."""
+
+
+def launch_flags() -> list[str]:
+    """The launcher's own flags."""
+    fields = {**TABLES["launch"], **TABLES["balancer"]}
+    return ["--config", "--tenant", *(field.flag for field in fields.values())]

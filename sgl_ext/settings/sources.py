@@ -24,7 +24,7 @@ from sgl_ext.key_file import KeysError, read_keys
 from sgl_ext.reading.client import HARNESSES
 from sgl_ext.recipes import settings_file
 from sgl_ext.settings.certificates import certificate_of
-from sgl_ext.settings.fields import Field, changed, fields_of, with_unit
+from sgl_ext.settings.fields import TABLES, Field, changed, fields_of, with_unit
 from sgl_ext.settings.schema import (
     HINTED,
     LEAST_STORE_BYTES,
@@ -49,22 +49,6 @@ USE_RAY = (
     "SGLang's schedulers on Ray load no plugins (sglang#26723), so the extension would be missing "
     "there; for engines on Ray use ray-address: docs/guide/fleet.md"
 )
-_BALANCER, _ENGINE = fields_of(BalancerSettings), fields_of(EngineSettings)
-TABLES: Mapping[str, Mapping[str, Field]] = {
-    "launch": {
-        **fields_of(LaunchSettings),
-        **{name: field for name, field in _ENGINE.items() if name not in _BALANCER},
-    },
-    "balancer": {name: field for name, field in _BALANCER.items() if name != "workers"},
-    "picker": {n: field for n, field in fields_of(PickerSettings).items() if n not in _BALANCER},
-    "tenants": {name: field for name, field in fields_of(Tenant).items() if name != "name"},
-    "hints": {n: field for n, field in fields_of(DefaultHint).items() if n not in ("of", "name")},
-    "models": fields_of(Model),
-    "aliases": {},
-    "engine": {},
-}
-"""The tables of the TOML file and their keys. `[engine]` has SGLang's flags as keys, `[aliases]`
-names."""
 GROUPS: Mapping[str, Sequence[str]] = {
     "The model and its engines": (
         *("model_path", "instances", "tp", "platform", "engine_host", "start_timeout_s"),
@@ -239,12 +223,6 @@ def served_of(models: Sequence[Model]) -> tuple[ServedModel, ...]:
     return tuple(ServedModel(model.name, model.fallback or "") for model in models)
 
 
-def launch_flags() -> list[str]:
-    """The launcher's own flags."""
-    fields = {**TABLES["launch"], **TABLES["balancer"]}
-    return ["--config", "--tenant", *(field.flag for field in fields.values())]
-
-
 def names_file(argv: Sequence[str]) -> bool:
     """Whether a command line names a file with settings."""
     return any(word.partition("=")[0] == "--config" for word in argv)
@@ -271,7 +249,11 @@ class _Given:
         """The values of a class's fields, as keyword arguments."""
         values = dict(self.values)
         if self._tenants:
-            usual = {"max_priority": values.get("max_priority", _BALANCER["max_priority"].default)}
+            usual = {
+                "max_priority": values.get(
+                    "max_priority", TABLES["balancer"]["max_priority"].default
+                )
+            }
             tenants = self._tenants.items()
             values["tenants"] = tuple(Tenant(name, **(usual | table)) for name, table in tenants)
         if self._hints:

@@ -260,6 +260,13 @@ def test_a_shell_gets_flags_recipes_clients_and_engines(
     assert run()[1].split() == found
 
 
+def test_a_shell_waits_for_no_module_that_completions_do_not_need() -> None:
+    code = "import sys, sgl_ext.cli.app, sgl_ext.settings.fields; print(*sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    needless = {"aiohttp", "http.client", "importlib.metadata", "prometheus_client", "tomlkit"}
+    assert needless.isdisjoint(done.stdout.split())
+
+
 def test_the_help_and_the_manual_list_every_verb(run: Run) -> None:
     code, out, _ = run()
     assert code == 0

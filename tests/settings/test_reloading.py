@@ -8,7 +8,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from sgl_ext.settings.fields import Field
+from sgl_ext.settings.fields import TABLES, Field
 from sgl_ext.settings.reloading import (
     LiveSettings,
     compare,
@@ -24,7 +24,7 @@ from sgl_ext.settings.schema import (
     SettingsError,
     Tenant,
 )
-from sgl_ext.settings.sources import TABLES, balancer_settings, launch_settings
+from sgl_ext.settings.sources import balancer_settings, launch_settings
 
 FIELDS = {**TABLES["launch"], **TABLES["balancer"]}
 FILE = """

@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 
 from sgl_ext.reading.strip import BILLING_HEADER
-from sgl_ext.settings.fields import with_unit, without_unit
+from sgl_ext.settings.fields import TABLES, with_unit, without_unit
 from sgl_ext.settings.schema import BalancerSettings, LaunchSettings, SettingsError, Tenant
-from sgl_ext.settings.sources import GROUPS, TABLES, balancer_settings, launch_settings
+from sgl_ext.settings.sources import GROUPS, balancer_settings, launch_settings
 
 
 def read(tmp_path: Path, text: str, *flags: str) -> LaunchSettings:
