@@ -40,12 +40,11 @@ def check_start(settings: LaunchSettings) -> tuple[Hardware | None, list[str]]:
 
     Raises SettingsError for what would end the start, Unavailable if a later one may succeed.
     """
-    parts = settings.of_models
+    parts, notes = settings.of_models, [check_disks(settings)]
     for one in parts:
         with _of_model(one):
             check_addresses(one)
-            check_shared_tier(one)
-    notes = [check_disks(settings)]
+            notes.append(check_shared_tier(one))
     found = None
     if settings.ray_address is None:
         for one in parts:
@@ -403,18 +402,22 @@ def shown(size: int) -> str:
 SHARED_MEMORY = Path("/dev/shm")
 _TIER_FOLDERS = "sgl-ext-tier-"
 _HOST_FLAG = "--enable-hierarchical-cache"
+_LEAST_PAGE_TOKENS = 16
 
 
-def check_shared_tier(settings: LaunchSettings, parent: Path = SHARED_MEMORY) -> None:
-    """Raises SettingsError if the engines cannot share a tier, or if shared memory or the disk has
-    no room."""
+def check_shared_tier(settings: LaunchSettings, parent: Path = SHARED_MEMORY) -> str:
+    """A warning if the engines' tier would not pay; "" otherwise.
+
+    Raises SettingsError if they cannot share one, Unavailable if shared memory or the disk has no
+    room.
+    """
     size, disk = settings.tier_bytes, settings.disk_tier
     if (disk is None) != (settings.disk_tier_bytes == 0):
         missing = "disk_tier" if disk is None else "disk_tier_bytes"
         given = f"disk_tier_bytes={size}" if disk is None else f"disk_tier={disk!r}"
         raise SettingsError(f"{given}: give {missing}, too")
     if not size:
-        return
+        return ""
     name = "shared_tier_bytes" if disk is None else "disk_tier_bytes"
     if disk is not None and settings.shared_tier_bytes:
         reason = "memory that is free keeps what of disk_tier is read; leave shared_tier_bytes out"
@@ -433,6 +436,12 @@ def check_shared_tier(settings: LaunchSettings, parent: Path = SHARED_MEMORY) ->
     if size > free:
         more = "" if disk else "; a container gets more by --shm-size"
         raise Unavailable(f"{name}={size}: {parent} has {shown(free)} free{more}")
+    page = values_of(settings.engine_args).get("--page-size")
+    if page is not None and page >= _LEAST_PAGE_TOKENS:
+        return ""
+    given = "without --page-size most models have 1" if page is None else f"--page-size is {page}"
+    why = "a page is a file, and the tier is slow with pages of so few tokens"
+    return f"{name}={size}: {given}: {why}; set --page-size 64 (docs/guide/pins.md)"
 
 
 def _used_bytes(disk_tier: Path) -> int:

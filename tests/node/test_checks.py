@@ -339,6 +339,24 @@ def test_a_disk_tier_is_the_operators_folder_and_stays(
     assert read_tier(json.loads(extra), {FOLDER_VARIABLE: "x"}) == (Path("x"), GIB)
 
 
+@pytest.mark.parametrize("tier", ["disk_tier_bytes", "shared_tier_bytes"])
+@pytest.mark.parametrize(
+    ("page", "warned"),
+    [
+        ((), "without --page-size most models have 1: "),
+        (("--page-size", "1"), "--page-size is 1: "),
+        (("--page-size=16",), ""),
+    ],
+)
+def test_a_tier_of_small_pages_is_warned_of_with_its_cure(
+    tmp_path: Path, tier: str, page: tuple[str, ...], warned: str
+) -> None:
+    node = on_disk(tmp_path / "tier", *page) if "disk" in tier else settings(*page)
+    said = check_shared_tier(node, tmp_path)
+    assert said.startswith(f"{tier}={GIB}: {warned}" if warned else "")
+    assert said.endswith("; set --page-size 64 (docs/guide/pins.md)" if warned else "")
+
+
 def test_a_disk_tier_that_cannot_be_is_refused_by_name(tmp_path: Path) -> None:
     free = rf"^disk_tier_bytes={1 << 60}: {tmp_path}/tier has .* free"
     with pytest.raises(SettingsError, match=free):

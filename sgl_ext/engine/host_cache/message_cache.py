@@ -63,7 +63,7 @@ class SchemaCache:
         if not worth.is_on():
             validate(schema)
             return
-        begun_s = worth.now()
+        begun_s, new_s = worth.now(), 0.0
         try:
             digest = hashlib.blake2b(orjson.dumps(schema), digest_size=16).digest()
         except (TypeError, RecursionError):
@@ -72,9 +72,10 @@ class SchemaCache:
         if digest not in self._valid:
             new_s = worth.now()
             validate(schema)
-            worth.learn(1, worth.now() - new_s)
+            new_s = worth.now() - new_s
+            worth.learn(1, new_s)
             self._valid[digest] = None
-        if worth.note(worth.now() - begun_s, 1):
+        if worth.note(worth.now() - begun_s - new_s, 0 if new_s else 1):
             turned_off(worth)
             self._valid.clear()
 

@@ -27,8 +27,8 @@ class Worth:
     """The account of one cache. It is thread-safe.
 
     name: the cache's, in metrics and the log. now: a clock.
-    took_s, replaced_s: since the start, what work took with the cache, and what the same work would
-        have taken without it.
+    took_s, replaced_s: since the start, what the cache took, and what the work that it replaced
+        would have taken.
     """
 
     def __init__(self, name: str, now: Callable[[], float] = time.perf_counter) -> None:
@@ -63,7 +63,9 @@ class Worth:
             self._units_s += seconds
 
     def note(self, took_s: float, units: float) -> bool:
-        """Notes what so much work took with the cache, in all. Returns whether it turned off."""
+        """Notes what the cache took in a request, and how much work it replaced. Returns whether it
+        turned off. Work that was done because the cache had no result is either in both or in
+        neither: it is done without a cache, too."""
         with self._lock:
             replaced_s = units * self._units_s / self._units if self._units else 0.0
             self.took_s += took_s

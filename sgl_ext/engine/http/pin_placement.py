@@ -136,7 +136,7 @@ def _find_ends(
     if offsets is None:
         return []
     worth = offsets.worth
-    begun_s, recalls = worth.now(), worth.is_on()
+    begun_s, recalls, new_s = worth.now(), worth.is_on(), 0.0
     places = [mark.place for mark in marks]
     keys = [_key(context, place) for place in places]
     known = [offsets.recall(key, ids) if recalls else None for key in keys]
@@ -145,7 +145,7 @@ def _find_ends(
     if tokens[-1] is None and last and recalls:
         tokens[-1] = offsets.by_tail(last, ids)
     if None in tokens:
-        located_s = worth.now()
+        new_s = worth.now()
         located = locate(context.protocol, body, places, render)
         ends = sorted({end for end in located.ends if end is not None})
         counted = dict(zip(ends, offsets.count(located.text, ends, ids), strict=True))
@@ -153,14 +153,15 @@ def _find_ends(
         # A template that trims a block hides where the text after the block begins.
         if located.ends[-1] is not None and last and last == last.rstrip():
             offsets.remember_tail(located.text[located.ends[-1] :])
-        worth.learn(1, worth.now() - located_s)
+        new_s = worth.now() - new_s
+        worth.learn(1, new_s)
     found = []
     for key, before, end, mark in zip(keys, known, tokens, marks, strict=True):
         if end:
             if end != before:
                 offsets.remember(key, end, ids)
             found.append((end, mark.ttl_s))
-    if worth.note(worth.now() - begun_s, 1):
+    if worth.note(worth.now() - begun_s - new_s, 0 if new_s else 1):
         turned_off(worth)
         offsets.clear()
     return found

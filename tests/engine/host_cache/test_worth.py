@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from array import array
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -14,8 +15,12 @@ from sgl_ext.engine.core.request_context import RequestContext
 from sgl_ext.engine.host_cache import message_cache, worth
 from sgl_ext.engine.host_cache.message_cache import MessageCache, SchemaCache
 from sgl_ext.engine.host_cache.token_cache import TokenCache
+from sgl_ext.engine.host_cache.token_offsets import TokenOffsets
 from sgl_ext.engine.host_cache.worth import LEAST_USES, RETRY_S, WINDOW_S, Worth
+from sgl_ext.engine.http import pin_placement
 from sgl_ext.engine.http.extension import HttpExtension, set_gauges
+from sgl_ext.protocols.anthropic import ANTHROPIC
+from sgl_ext.reading.cache_marks import TtlLimits, read_marks
 from sgl_ext.settings.schema import EngineSettings
 
 SLOW_S, QUICK_S = 0.01, 0.001
@@ -147,6 +152,44 @@ def test_each_cache_turns_off_and_is_tried_again(
     assert (times.get() - before, len(caplog.records)) == (1, 1)
     clock.now_s += RETRY_S
     assert is_used()
+
+
+def schemas_that_grow(clock: Clock, monkeypatch: pytest.MonkeyPatch) -> Any:
+    cache = SchemaCache()
+    cache.worth = Worth("schemas", clock)
+    return cache, lambda n: cache.check({"maxLength": n}, clock.during(n * QUICK_S, str))
+
+
+def prompts_that_grow(clock: Clock, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Marks at a text that ends with a space, whose place no tail finds."""
+    cache = TokenOffsets(lambda text: list(map(ord, text)), lambda ids: "".join(map(chr, ids)))
+    cache.worth = Worth("block ends", clock)
+    monkeypatch.setattr(pin_placement, "_offsets_of", lambda _: cache)
+
+    def render(body: Any) -> str:
+        return "".join(each["content"][0]["text"] for each in body["messages"])
+
+    def find(n: int) -> None:
+        text = {"type": "text", "text": "word " * n, "cache_control": {"type": "ephemeral"}}
+        body = {"messages": [{"role": "user", "content": [text]}]}
+        marks = read_marks(ANTHROPIC, body, TtlLimits(60, 3600))
+        context = RequestContext("/v1/messages", body, marks=marks)
+        ids = array("q", map(ord, render(body)))
+        slow = clock.during(n * QUICK_S, render)
+        assert pin_placement._find_ends(None, context, ids, slow)  # type: ignore[arg-type]
+
+    return cache, find
+
+
+@pytest.mark.parametrize("make", [schemas_that_grow, prompts_that_grow])
+def test_work_that_is_new_and_grows_turns_nothing_off(
+    make: Any, clock: Clock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cache, work = make(clock, monkeypatch)
+    for n in range(1, 2 * LEAST_USES):
+        clock.now_s += WINDOW_S / LEAST_USES
+        work(n)
+    assert not cache.worth.is_off
 
 
 def test_the_page_of_metrics_says_which_are_off(clock: Clock) -> None:
