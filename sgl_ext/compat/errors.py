@@ -15,8 +15,9 @@ What pydantic and jsonschema found wrong with a body becomes the field's path an
     here        messages.0.content           must be a string
 
 A value that may have several types is tried as each of them, and each says what it misses. Those
-count that come furthest: that took the `role` or `type`, or found the fault deeper inside. SGLang
-answers some of these errors as text, with its own classes and the addresses of libraries.
+count that come furthest: that took the `role` or `type`, or found the fault deeper inside. If two
+come as far, both are named: "must be a string or a list". SGLang answers some of these errors as
+text, with its own classes and the addresses of libraries.
 
 SGLang's own shapes differ by path and by the code that raised them, and some show a traceback or
 the server's files. An error that a harness acts upon is worded as its vendor words it: Claude Code
@@ -45,6 +46,7 @@ from ast import literal_eval
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from functools import partial
 from http import HTTPStatus
+from itertools import dropwhile
 from typing import Any, NamedTuple
 
 import orjson
@@ -78,6 +80,15 @@ _WORD = re.compile(r"[a-z_][a-z0-9_]*\Z")
 _TYPES = frozenset({"body", "str", "list", "dict", "int", "float", "bool"})
 _KINDS = ("role", "type")
 _PYDANTIC = re.compile(r"\d+ validation errors? for [^\n]+\n")
+_TAG = re.compile(
+    r"(?:Unable to extract tag using discriminator|Input tag '.*' found using) '(?P<field>\w+)'"
+    r"(?: does not match any of the expected tags: (?P<tags>.*))?",
+    re.DOTALL,
+)
+_DEEPER = re.compile(r"(\w+(?:\.\w+)+) (must .*)", re.DOTALL)
+_ONE = re.compile(r"'[^']*'|an? \w+")
+_ALTERNATIVES = re.compile(rf"must be ((?:{_ONE.pattern})(?:(?:, | or )(?:{_ONE.pattern}))*)")
+_SHORT = frozenset({"a string", "an integer"})  # ahead of a list of them
 # The same as SGLang writes it on its own paths.
 _LISTED = re.compile(r"'loc': (\([^()]*\)), 'msg': ('(?:[^'\\]|\\.)*'|\"(?:[^\"\\]|\\.)*\")")
 _DETAILS = re.compile(r" \[type=\w+, input_value=.*\Z", re.DOTALL)
@@ -93,7 +104,10 @@ _PLAIN_WORDS = tuple(
         (r"Input should be a valid integer.*", "must be an integer"),
         (r"Input should be a valid ([^,]+).*", r"must be a \1"),
         (r"Input should be (.+)", r"must be \1"),
-        (r"'role' must be one of .*", "must be system, developer, user, assistant or tool"),
+        (
+            r"'role' must be (?:a string|one of .*)",
+            "must be system, developer, user, assistant or tool",
+        ),
         (r"Unable to parse input string as an integer.*", "must be a smaller integer"),
     )
 )
@@ -117,6 +131,9 @@ _ITEM_TYPES: Mapping[str, Any] = {
 }
 
 
+Steps = tuple[Any, ...]
+
+
 class Wrong(NamedTuple):
     """One wrong field. path: "" for the whole body."""
 
@@ -124,17 +141,55 @@ class Wrong(NamedTuple):
     what: str
 
 
-def fields_of(errors: Sequence[Any]) -> list[Wrong]:
-    """The wrong fields in pydantic's list of errors, each once."""
+def fields_of(errors: Sequence[Any], body: Any = None) -> list[Wrong]:
+    """The wrong fields in pydantic's list of errors, each once. body: what it was made of."""
     located = [(tuple(error.get("loc", ())), error) for error in errors]
-    found: dict[str, str] = {}
+    found: dict[str, list[str]] = {}
     for location, error in _furthest(located):
-        path = ".".join(str(step) for step in location if _is_field(step))
-        what = str(error.get("msg", "")).strip()
+        path = ".".join(map(str, _path(location, body)))
+        what = _VALUE_ERROR.sub("", str(error.get("msg", "")).strip())
         if error.get("type") == "json_invalid":  # then the place is a byte of the body
             path, what = "", f"{what}: {error.get('ctx', {}).get('error', '')}"
-        found.setdefault(path, _in_plain_words(_VALUE_ERROR.sub("", what), path))
-    return [Wrong(path, what) for path, what in found.items()]
+        elif (tag := _TAG.fullmatch(what)) is not None:
+            path, what = f"{path}.{tag['field']}", _of_tag(tag)
+        elif (deeper := _DEEPER.fullmatch(what)) is not None and deeper[1].startswith(f"{path}."):
+            path, what = deeper[1], deeper[2]
+        found.setdefault(path, []).append(_in_plain_words(what, path))
+    return [Wrong(path, _one_of(all)) for path, all in found.items()]
+
+
+def _path(location: Steps, body: Any) -> Iterator[Any]:
+    """The steps of pydantic's path to an error that are fields of the body. The others are types,
+    also the `type` of an object: that of `{"type": "text", "text": 5}` is `text`, `text`."""
+    steps = [*filter(_is_field, location)]
+    here = body
+    for at, step in enumerate(steps):
+        after = steps[at + 1] if at + 1 < len(steps) else None
+        if isinstance(here, dict):
+            is_type = after is not None and (
+                step not in here or (here.get("type") == step and after in here)
+            )
+        else:
+            is_type = body is not None and isinstance(step, str)
+        if not is_type:
+            yield step
+            here = value_at(here, (step,)) if here is not None else None
+
+
+def _of_tag(tag: re.Match[str]) -> str:
+    """What is wrong with the field that says which type an object has."""
+    *others, last = (tag["tags"] or "").split(", ")
+    return f"must be {', '.join(others)} or {last}" if others else "Field required"
+
+
+def _one_of(whats: Sequence[str]) -> str:
+    """What a field must be that may be one of several, each of which it is not."""
+    found = [_ALTERNATIVES.fullmatch(what) for what in dict.fromkeys(whats)]
+    if len(found) < 2 or None in found:
+        return whats[0]
+    each = dict.fromkeys(one for match in found if match for one in _ONE.findall(match[1]))
+    *others, last = sorted(each, key=_SHORT.__contains__, reverse=True)
+    return f"must be {', '.join(others)} or {last}"
 
 
 def _in_plain_words(what: str, path: str) -> str:
@@ -194,11 +249,14 @@ _FORMS = (
     (re.compile("a map"), "an object"),
     (re.compile(".* for StringOrList"), "a string or a list of strings"),
     (re.compile(".* for (?:Optional)?Int64OrList"), "an integer or a list of integers"),
+    # What SGLang's own validators raise that take a type for granted.
+    (re.compile(".* object has no attribute '(?:get|items|pop)'"), "an object"),
+    (re.compile(".* object has no attribute '(?:lower|split|startswith|strip)'"), "a string"),
 )
 
 
 def of_contract(value: Any, check: Callable[[Any], str | None], path: str = "") -> Wrong | None:
-    """What is wrong with a body on /generate, of which SGLang names no field; None if nothing is.
+    """What is wrong with a body of which SGLang names no field; None if nothing is.
 
     check: what SGLang says of a body that has this value, and nothing else, at this path.
     """
@@ -206,6 +264,7 @@ def of_contract(value: Any, check: Callable[[Any], str | None], path: str = "") 
     if said is None:
         return None
     is_searched = isinstance(value, dict | list) and len(value) <= _MOST_SEARCHED
+    is_searched = is_searched and not said.startswith(f"'{type(value).__name__}' object")
     if is_searched and check(type(value)()) is None:  # it may be one
         is_list = isinstance(value, list)
         for key, inner in enumerate(value) if is_list else value.items():
@@ -250,9 +309,6 @@ def _steps(place: str) -> tuple[Any, ...]:
     return tuple(int(step) if step.isdecimal() else step for step in steps)
 
 
-Steps = tuple[Any, ...]
-
-
 def _furthest(located: list[tuple[Steps, Any]]) -> list[tuple[Steps, Any]]:
     """Of each value that was tried as several types, the errors of those that come furthest."""
     left = located
@@ -263,27 +319,51 @@ def _furthest(located: list[tuple[Steps, Any]]) -> list[tuple[Steps, Any]]:
 
 def _furthest_at(located: list[tuple[Steps, Any]], at: int) -> list[tuple[Steps, Any]]:
     """The same of values whose types are this step of the path to an error."""
-    branches: dict[Steps, dict[Any, list[Steps]]] = {}
-    for location, _ in located:
+    branches: dict[Steps, dict[Any, list[tuple[Steps, Any]]]] = {}
+    for each in located:
+        location = each[0]
         if at < len(location) and not _is_field(location[at]):
-            branches.setdefault(location[:at], {}).setdefault(location[at], []).append(location)
-    left = set[Steps]()
+            branches.setdefault(location[:at], {}).setdefault(location[at], []).append(each)
+    left = set[int]()
     for tried in branches.values():
-        distances = {step: _distance(locations, at) for step, locations in tried.items()}
+        distances = {step: _distance([each[0] for each in of], at) for step, of in tried.items()}
         best = max(distances.values())
-        for step, locations in tried.items():
-            if distances[step] < best:
-                left.update(locations)
-    return [each for each in located if each[0] not in left]
+        kept = [step for step in tried if distances[step] == best]
+        if len(tried) > 1 and all(_is_missing(error) for of in tried.values() for _, error in of):
+            kept = [*tried][:1]  # nothing says which of them is meant
+        for step, of in tried.items():
+            # If no type takes the kind of a value, what else it misses as one of them says nothing.
+            is_other = len(tried) > 1 and best.is_inside and not best.is_of_kind
+            for each in of:
+                if step not in kept or (is_other and each[0][-1] not in _KINDS):
+                    left.add(id(each))
+    return [each for each in located if id(each) not in left]
 
 
-def _distance(locations: list[Steps], at: int) -> tuple[bool, int, int]:
-    """How far the type at this step came: whether the value is of the kind that is meant, how many
-    entries of a list it takes, and how deep its faults are."""
-    is_other = any(len(each) == at + 2 and each[-1] in _KINDS for each in locations)
+def _is_missing(error: Any) -> bool:
+    return str(error.get("msg")) == "Field required"
+
+
+class _Distance(NamedTuple):
+    """How far a type came with a value: whether it found faults inside only, whether the value is
+    of the kind that is meant, how many entries of a list it takes, and how deep its faults are."""
+
+    is_inside: bool
+    is_of_kind: bool = False
+    entries: int = 0
+    depth: int = 0
+
+
+def _distance(locations: list[Steps], at: int) -> _Distance:
+    """How far the type at this step came."""
+    inside = [[*dropwhile(lambda step: not _is_field(step), each[at:])] for each in locations]
+    if not all(inside):
+        return _Distance(is_inside=False)
+    if any(len(each) == 1 and each[0] in _KINDS for each in inside):
+        return _Distance(is_inside=True)
     entries = [each[at + 1] if len(each) > at + 1 else -1 for each in locations]
     taken = min(entry if isinstance(entry, int) else 0 for entry in entries)
-    return not is_other, taken, max(map(len, locations))
+    return _Distance(True, True, taken, max(map(len, locations)))
 
 
 def _is_field(step: Any) -> bool:
@@ -364,9 +444,9 @@ def shaped(shape: ErrorShape, error: EngineError, request_id: str) -> bytes:
     return shape.body(error.status, message, request_id, error.code, error.param)
 
 
-def error_of_validation(errors: Sequence[Any]) -> EngineError:
+def error_of_validation(errors: Sequence[Any], body: Any = None) -> EngineError:
     """What pydantic found wrong with a body: the first fields, and what they should be."""
-    found = fields_of(errors)
+    found = fields_of(errors, body)
     shown = [f"{path or 'body'}: {what}" for path, what in found[:_SHOWN]]
     if len(found) > _SHOWN:
         shown.append(f"and {len(found) - _SHOWN} more")
@@ -386,7 +466,7 @@ def with_field(error: EngineError, protocol: Protocol, body: Any) -> EngineError
     found = _NO_GRAMMAR.match(error.message)
     if found is None or error.param is not None:
         return error
-    formats = (found[1],) if found[1] in _OWN_FIELDS else protocol.formats
+    formats = (found[1],) if found[1] in _OWN_FIELDS else (*protocol.formats, found[1])
     fields = [path for path in formats if value_at(body, tuple(path.split(".")))]
     if found[1] == "structural_tag" and value_at(body, ("tools",)):
         fields.append("tools")
@@ -528,6 +608,7 @@ def quiet_client_faults() -> None:
 
 
 _WRONG_TYPE = "body: a field has a value of a type that it cannot have"
+_WRONG_TYPE_OF_FIELD = "has a value of a type that it cannot have"
 _WRONG_VALUE = "body: a field has a value that nothing can be made of"
 _GENERATES = "This model generates text. It neither embeds nor classifies."
 # Their answers depend on the body alone, so what raises an error is in the body.
@@ -763,7 +844,30 @@ def _fault_of_body(scope: Any, error: Exception) -> EngineError | None:
     if context is not None and context.wrong_field and isinstance(error, ValueError):
         return EngineError(400, str(error), context.wrong_field)
     message = _fault(scope["path"], error)
+    if message == _WRONG_TYPE and context is not None:
+        wrong = of_contract(context.body, _check_of(scope))
+        if wrong is not None and wrong.path:
+            what = wrong.what if wrong.what.startswith("must be ") else _WRONG_TYPE_OF_FIELD
+            return EngineError(400, f"{wrong.path}: {what}", wrong.path)
     return EngineError(400, message) if message else None
+
+
+def _check_of(scope: Any) -> Callable[[Any], str | None]:
+    """What a route's model raises of a body in place of saying what is wrong; None if nothing."""
+    from pydantic import TypeAdapter, ValidationError
+
+    model = scope["route"].body_field.field_info.annotation
+
+    def check(body: Any) -> str | None:
+        try:
+            TypeAdapter(model).validate_python(body)
+        except ValidationError:
+            return None
+        except Exception as error:
+            return str(error)
+        return None
+
+    return check
 
 
 def _fault(path: str, error: Exception) -> str:
@@ -795,7 +899,7 @@ def install(app: Any) -> None:
         """Answers what is wrong with a body, which the middleware then shapes."""
         if not is_shaped(request.url.path):
             return await sglangs_handler(request, error)
-        found = error_of_validation(error.errors())
+        found = error_of_validation(error.errors(), error.body)
         document = {"error": {"message": found.message, "param": found.param}}
         return JSONResponse(document, found.status)
 

@@ -20,6 +20,8 @@ from fastapi.exception_handlers import http_exception_handler
 from fastapi.exceptions import RequestValidationError
 from jinja2 import TemplateError
 from pydantic import BaseModel, ValidationError, model_validator
+from sglang.srt.entrypoints.anthropic.protocol import AnthropicMessagesRequest
+from sglang.srt.entrypoints.openai.protocol import ChatCompletionRequest, CompletionRequest
 from starlette.responses import JSONResponse, StreamingResponse
 from starlette.testclient import TestClient
 
@@ -65,7 +67,7 @@ LISTED = (
 
 
 def test_pydantics_text_becomes_one_sentence() -> None:
-    assert plain(TEXT) == "messages.2.content: must be a string"
+    assert plain(TEXT) == "messages.2.content: must be a string or a list"
     assert plain(LISTED) == "text: must be a list"
     assert plain("n must be positive") == "n must be positive"
 
@@ -73,8 +75,8 @@ def test_pydantics_text_becomes_one_sentence() -> None:
 def test_an_items_error_names_the_clients_item() -> None:
     said = plain(TEXT)
     items: list[Any] = [{"role": "user", "content": "a"}, {"output": {"a": 1}}]
-    assert of_item(said, items) == Wrong("input[1].output", "must be a string")
-    assert of_item(said, "a") == Wrong("input", "must be a string")
+    assert of_item(said, items) == Wrong("input[1].output", "must be a string or a list")
+    assert of_item(said, "a") == Wrong("input", "must be a string or a list")
     assert of_item("tools.0.name: Field required", items) is None
 
 
@@ -313,6 +315,137 @@ def test_the_part_of_a_message_that_is_wrong_is_named_and_not_its_role() -> None
     assert error_of_validation(found) == EngineError(400, f"{where}: must be a string", where)
 
 
+USED = {"type": "tool_use", "id": "c", "name": 5, "input": {}}
+THOUGHT = {"type": "thinking", "thinking": {"a": 1}}
+PARTS = (
+    "'text', 'thinking', 'reasoning', 'image_url', 'video_url', 'audio_url', 'input_audio' or "
+    "'tool_reference'"
+)
+BLOCKS = (
+    "'text', 'image', 'tool_use', 'tool_result', 'tool_reference', 'search_result', 'thinking' or "
+    "'redacted_thinking'"
+)
+JSON_SCHEMA = {"type": "json_schema", "json_schema": {"schema": {}}}
+
+
+def of_user(*parts: Any) -> Any:
+    return [{"role": "user", "content": [*parts]}]
+
+
+@pytest.mark.parametrize(
+    ("model", "field", "value", "path", "what"),
+    [
+        (CompletionRequest, "prompt", {}, "prompt", "must be a string or a list"),
+        (CompletionRequest, "prompt", [None], "prompt.0", "must be an integer, a string or a list"),
+        (CompletionRequest, "prompt", ["ok", 5], "prompt.1", "must be a string"),
+        (CompletionRequest, "stop", 5, "stop", "must be a string or a list"),
+        (
+            CompletionRequest,
+            "bootstrap_room",
+            "x",
+            "bootstrap_room",
+            "must be an integer or a list",
+        ),
+        (ChatCompletionRequest, "response_format", {}, "response_format.type", "Field required"),
+        (
+            ChatCompletionRequest,
+            "response_format",
+            {"type": 5},
+            "response_format.type",
+            "must be 'text', 'json_object', 'json_schema' or 'structural_tag'",
+        ),
+        (
+            ChatCompletionRequest,
+            "response_format",
+            JSON_SCHEMA,
+            "response_format.json_schema.name",
+            "Field required",
+        ),
+        (
+            ChatCompletionRequest,
+            "tool_choice",
+            {"type": "x"},
+            "tool_choice.type",
+            "must be 'function'",
+        ),
+        (
+            ChatCompletionRequest,
+            "messages",
+            of_user({"type": "text", "text": {}}),
+            "messages.0.content.0.text",
+            "must be a string",
+        ),
+        (
+            ChatCompletionRequest,
+            "messages",
+            of_user({"type": "x"}),
+            "messages.0.content.0.type",
+            f"must be {PARTS}",
+        ),
+        (
+            ChatCompletionRequest,
+            "messages",
+            of_user({}),
+            "messages.0.content.0.type",
+            "Field required",
+        ),
+        (
+            AnthropicMessagesRequest,
+            "messages",
+            of_user({"type": "x"}),
+            "messages.0.content.0.type",
+            f"must be {BLOCKS}",
+        ),
+        (
+            AnthropicMessagesRequest,
+            "messages",
+            of_user({"text": "a"}),
+            "messages.0.content.0.type",
+            "Field required",
+        ),
+        (
+            AnthropicMessagesRequest,
+            "messages",
+            of_user(USED),
+            "messages.0.content.0.name",
+            "must be a string",
+        ),
+        (
+            AnthropicMessagesRequest,
+            "messages",
+            of_user(THOUGHT),
+            "messages.0.content.0.thinking",
+            "must be a string",
+        ),
+        (AnthropicMessagesRequest, "tools", [5], "tools.0", "must be an object"),
+        (
+            AnthropicMessagesRequest,
+            "tools",
+            [{"name": 5, "input_schema": {}}],
+            "tools.0.name",
+            "must be a string",
+        ),
+        (
+            AnthropicMessagesRequest,
+            "thinking",
+            {"type": "enabled", "budget_tokens": 5},
+            "thinking.budget_tokens",
+            "must be >= 1024 (got 5)",
+        ),
+    ],
+)
+def test_sglangs_models_name_the_clients_field_and_all_that_it_may_be(
+    model: type[BaseModel], field: str, value: Any, path: str, what: str
+) -> None:
+    messages = [{"role": "user", "content": "a"}]
+    body = {"model": "m", "messages": messages, "max_tokens": 5, "prompt": "a", field: value}
+    with pytest.raises(ValidationError) as refused:
+        model.model_validate(body)
+    wrong = fields_of(refused.value.errors(), body)
+    assert wrong[0] == Wrong(path, what), wrong
+    assert len(wrong) == 1
+
+
 @pytest.mark.parametrize(
     ("said", "words"),
     [
@@ -333,6 +466,30 @@ def test_an_empty_conversation_names_its_field() -> None:
     for path, field in (("/v1/responses", "input"), ("/v1/chat/completions", "messages")):
         error = with_field(EngineError(400, said), of_path(path), {})
         assert error == EngineError(400, f"{field}: must not be empty", field)
+
+
+@pytest.mark.parametrize(
+    ("path", "field", "value", "param", "what"),
+    [
+        ("/v1/completions", "response_format", "x", "response_format", "an object"),
+        ("/v1/completions", "response_format", [{}], "response_format", "an object"),
+        ("/v1/messages/batches", "tools", [{"type": 5}], "tools.0.type", "a string"),
+    ],
+)
+def test_a_field_is_named_whose_type_a_validator_takes_for_granted(
+    client: TestClient, path: str, field: str, value: Any, param: str, what: str
+) -> None:
+    messages = [{"role": "user", "content": "a"}]
+    body: Any = {"model": "m", "messages": messages, "max_tokens": 5, field: value}
+
+    async def with_context(scope: Any, receive: Any, send: Any) -> None:
+        put_on(Request(scope), RequestContext(path, body))
+        await client.app(scope, receive, send)
+
+    refused = TestClient(with_context).post(path, json=body)
+    error = refused.json()["error"]
+    assert (refused.status_code, error["message"]) == (400, f"{param}: must be {what}")
+    assert error.get("param", param) == param
 
 
 def test_a_failed_response_says_why() -> None:
@@ -388,6 +545,14 @@ def client() -> TestClient:
             raise ZeroDivisionError
         if body.n == 9:
             raise HTTPException(400, {"message": "n: is not supported", "param": "n"})
+        return {"fine": True}
+
+    @app.post("/v1/completions")
+    async def chat(body: ChatCompletionRequest) -> Any:
+        return {"fine": True}
+
+    @app.post("/v1/messages/batches")
+    async def message(body: AnthropicMessagesRequest) -> Any:
         return {"fine": True}
 
     @app.post("/api/chat")
