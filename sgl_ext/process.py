@@ -16,6 +16,7 @@ the lock however the process ends, so a folder whose lock is free belongs to no 
 import atexit
 import fcntl
 import os
+import re
 import select
 import shutil
 import signal
@@ -152,3 +153,14 @@ def remove_stale(prefix: str, parent: Path | None = None) -> None:
 def _remove(folder: Path, owner: int) -> None:
     if os.getpid() == owner:  # and not a child that was forked
         shutil.rmtree(folder, ignore_errors=True)
+
+
+def ended_for_memory() -> int | None:
+    """How many processes of this machine the system has ended because memory ran out; None if it
+    does not say."""
+    try:
+        counters = Path("/proc/vmstat").read_text()
+    except OSError:
+        return None
+    found = re.search(r"^oom_kill (\d+)$", counters, re.MULTILINE)
+    return None if found is None else int(found[1])

@@ -13,7 +13,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
 
-from sgl_ext.process import LIFELINE
+from sgl_ext.process import LIFELINE, ended_for_memory
 
 FLEET = "fleet"
 """The name of the child that keeps engines on Ray."""
@@ -150,6 +150,7 @@ class Child:
         self._environment = {**own, **environment, LIFELINE: "1"}
         self._process: asyncio.subprocess.Process | None = None
         self._starts = 0
+        self._ended_for_memory: int | None = None
         self.crashes = 0
         self.last_exit: Exit | None = None
         self.start_log = StartLog(log, keeps_fleet=name == FLEET)
@@ -180,6 +181,7 @@ class Child:
     async def start(self) -> None:
         """Starts the process; its output is appended to its log."""
         self._starts += 1
+        self._ended_for_memory = ended_for_memory()
         with self.log.open("ab") as output:
             self.start_log = StartLog(self.log, output.tell(), keeps_fleet=self.name == FLEET)
             self._process = await asyncio.create_subprocess_exec(
@@ -195,6 +197,12 @@ class Child:
     def exit_code(self) -> int | None:
         """None while it runs and before it is started."""
         return None if self._process is None else self._process.returncode
+
+    @property
+    def is_memory_short(self) -> bool:
+        """Whether the system may have ended a process for memory since the latest start."""
+        before, now = self._ended_for_memory, ended_for_memory()
+        return before is None or now is None or now > before
 
     async def wait(self) -> int:
         """Waits until the process ends, kills the rest of its group, and returns its exit code."""

@@ -29,6 +29,8 @@ _FATAL = re.compile(r"hit an exception")
 _SERVES = re.compile(
     r"Prefill batch|Decode batch|The server is fired up|HTTP/1\.[01]\" [1-4]\d\d\b"
 )
+# How SGLang says that a process of the engine ended, for which it ends the others.
+_OTHER_ENDED = re.compile(r"Subprocess (\S+) \(pid=(\d+)\) crashed with exit code (-?\d+)")
 # The server's log has it without a traceback. What fails afterwards waits for that server.
 _NO_ADDRESS = re.compile(r"\[Errno (?:98|48)\].*")
 _OURS = "sgl-ext: "
@@ -69,7 +71,7 @@ _LAST_LINES = 5
 
 def reason_of(child: "Child") -> str:
     """Lines that say why a child failed, each indented, with the path of its log."""
-    lines = failure(child.lines_of_start(), child.exit_code)
+    lines = failure(child.lines_of_start(), child.exit_code, is_memory_short=child.is_memory_short)
     text = "\n".join(f"  {line}" for line in lines)
     return (
         f"{text}\nIts whole log: {child.log}" if text else f"Its log, which is empty: {child.log}"
@@ -77,27 +79,36 @@ def reason_of(child: "Child") -> str:
 
 
 def cause_of(child: "Child") -> str:
-    """Why a child ended, in a line: the signal or the exit code, and its exception, if any."""
-    code = child.exit_code
-    ended = "it ended"
-    if code is not None:
-        ended = signal.Signals(-code).name if code < 0 else f"exit code {code}"
-    said = next(filter(_EXCEPTION.match, failure(child.lines_of_start(), code)), "")
-    return f"{ended}: {said}" if said else ended
+    """Why a child ended, in a line: its exception, if any; else which of its processes ended, and
+    by which signal or exit code."""
+    lines, code = child.lines_of_start(), child.exit_code
+    ended = "it ended" if code is None else _by(code)
+    if said := next(filter(_EXCEPTION.match, failure(lines, code)), ""):
+        return f"{ended}: {said}"
+    other = _other(lines)
+    return ended if other is None else f"{_by(int(other[3]))} of its {other[1]}"
 
 
-def failure(lines: Sequence[str], exit_code: int | None = None) -> list[str]:
-    """The lines of a log that say why its process failed, and a hint where the cause is known."""
+def failure(
+    lines: Sequence[str], exit_code: int | None = None, *, is_memory_short: bool = True
+) -> list[str]:
+    """The lines of a log that say why its process failed, and a hint where the cause is known.
+
+    is_memory_short: whether the system may have ended a process of this machine for memory."""
     served = max((at for at, line in enumerate(lines) if _SERVES.search(line)), default=-1)
     # An exception before that was one of a request.
     found = [each.said for each in _exceptions(lines) if each.is_fatal or each.at > served]
     causes = [each for each in found if not _FOLLOWS.search(" ".join(each))]
     taken = [match[0] for line in lines[served + 1 :] if (match := _NO_ADDRESS.search(line))]
     ours = [line for line in lines if line.startswith(_OURS)]
+    other = _other(lines)
     if taken and exit_code != -signal.SIGKILL:
         shown = taken[-1:]
     elif causes:
         shown = causes[-1]
+    elif other is not None:
+        what = f"Its {other[1]} (process {other[2]})"
+        shown = [_ended(what, int(other[3]), is_memory_short), "It ended its other processes then."]
     elif ours:  # why it ends without an exception; several ranks may say the same
         shown = [*dict.fromkeys(ours)][-_MOST_LINES:]
     elif found:
@@ -106,13 +117,34 @@ def failure(lines: Sequence[str], exit_code: int | None = None) -> list[str]:
         said = [at for at, line in enumerate(lines) if at > served and _SAID.match(line)]
         shown = [*lines[said[-1] :][:_MOST_LINES]] if said else [*lines[-_LAST_LINES:]]
     # An engine with an exception kills itself.
-    if not causes and not taken and exit_code is not None and exit_code < 0:
-        name = signal.Signals(-exit_code).name
-        why = ": the system does so when memory runs out (dmesg)" if name == "SIGKILL" else ""
-        shown = [*shown, f"It was ended by {name}{why}."]
+    if not (causes or taken or other) and exit_code is not None and exit_code < 0:
+        shown = [*shown, _ended("It", exit_code, is_memory_short)]
     text = "\n".join(shown)
     shown = [f"{line[:_LONGEST]}..." if len(line) > _LONGEST else line for line in shown]
     return [*shown, *(f"Hint: {hint}." for pattern, hint in _HINTS if pattern.search(text))]
+
+
+def _other(lines: Sequence[str]) -> re.Match[str] | None:
+    """What an engine says of a process of its own for whose end it ended; None if it does not."""
+    return next((match for line in lines if (match := _OTHER_ENDED.search(line))), None)
+
+
+def _by(code: int) -> str:
+    """How a process ended: by a signal, or with an exit code."""
+    return signal.Signals(-code).name if code < 0 else f"exit code {code}"
+
+
+def _ended(what: str, code: int, is_memory_short: bool) -> str:
+    if code >= 0:
+        return f"{what} ended with exit code {code}."
+    why = ""
+    if code == -signal.SIGKILL:
+        why = (
+            ": the system does so when memory runs out (dmesg)"
+            if is_memory_short
+            else ": by somebody, for the system has ended no process for memory meanwhile"
+        )
+    return f"{what} was ended by {_by(code)}{why}."
 
 
 class _Exception(NamedTuple):

@@ -5,6 +5,8 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
+import pytest
+
 from sgl_ext.node.child import Child
 from sgl_ext.node.failure import failure, reason_of
 
@@ -155,3 +157,47 @@ def test_a_scheduler_s_own_exception_counts_although_others_still_answer() -> No
 def test_of_an_engine_whose_process_was_killed_what_the_others_say_is_shown() -> None:
     lines = [*REQUEST, *SCHEDULER[7:]]
     assert failure(lines, 1)[0].startswith("RuntimeError: Rank 0 scheduler died")
+
+
+CHILD_KILLED = """\
+[2026-01-02 03:04:10] Subprocess detokenizer (pid=7639) crashed with exit code -9. Triggering SIGQUI
+[2026-01-02 03:04:10] SIGQUIT received. signum=None, frame=None. It usually means one child failed.
+[2026-01-02 03:04:10] kill_process_tree called: parent_pid=7376, include_parent=True, pid=7376
+""".splitlines()
+OF_CHILD = "Its detokenizer (process 7639) was ended by SIGKILL"
+
+
+def test_an_engine_that_ends_itself_after_one_of_its_processes_names_that_process() -> None:
+    shown = failure([*REQUEST, *CHILD_KILLED], -9)
+    memory = "the system does so when memory runs out (dmesg)"
+    assert shown == [f"{OF_CHILD}: {memory}.", "It ended its other processes then."]
+    shown = failure([*REQUEST, *CHILD_KILLED], -9, is_memory_short=False)
+    somebody = "by somebody, for the system has ended no process for memory meanwhile"
+    assert shown[0] == f"{OF_CHILD}: {somebody}."
+    aborted = [CHILD_KILLED[0].replace("detokenizer", "scheduler_0").replace("-9", "-6")]
+    assert failure(aborted, -9)[0] == "Its scheduler_0 (process 7639) was ended by SIGABRT."
+    left = [CHILD_KILLED[0].replace("-9", "1")]
+    assert failure(left, -9)[0] == "Its detokenizer (process 7639) ended with exit code 1."
+
+
+def test_a_scheduler_s_exception_counts_more_than_that_its_process_ended() -> None:
+    shown = failure([*SCHEDULER[:5], *CHILD_KILLED], -9)
+    assert shown[0].startswith("torch.OutOfMemoryError")
+
+
+def test_memory_is_not_blamed_where_the_system_ended_no_process_for_it() -> None:
+    assert failure(REQUEST, -9, is_memory_short=False)[-1] == (
+        "It was ended by SIGKILL: by somebody, for the system has ended no process for memory "
+        "meanwhile."
+    )
+
+
+async def test_a_child_knows_whether_memory_ran_out_since_its_start(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ended = [3, 3, 4, None]
+    monkeypatch.setattr("sgl_ext.node.child.ended_for_memory", lambda: ended.pop(0))
+    child = Child("engine-0", [sys.executable, "-c", ""], {}, tmp_path / "log", "")
+    await child.start()
+    assert [child.is_memory_short for _ in range(3)] == [False, True, True]
+    await child.wait()

@@ -79,6 +79,12 @@ async def test_the_balancer_says_which_engines_hang() -> None:
         ("import os, signal; os.kill(os.getpid(), signal.SIGKILL)", "SIGKILL"),
         ("raise RuntimeError('no memory')", "exit code 1: RuntimeError: no memory"),
         ("raise SystemExit(3)", "exit code 3"),
+        (
+            "import os, signal\n"
+            "print('Subprocess detokenizer (pid=9) crashed with exit code -9.', flush=True)\n"
+            "os.kill(os.getpid(), signal.SIGKILL)",
+            "SIGKILL of its detokenizer",
+        ),
     ],
 )
 async def test_how_an_engine_ended_is_kept(tmp_path: Path, program: str, cause: str) -> None:

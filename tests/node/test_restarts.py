@@ -52,6 +52,7 @@ class FakeEngine:
         self.settings = self.launched = SETTINGS
         self.starts = 1
         self.exit_code: int | None = None
+        self.is_memory_short = False
         self.looks = 0
         self.requests = 0
         self.balancers: int | None = 2
