@@ -19,9 +19,10 @@ wrong guess of what a template renders costs a cache miss and nothing else.
 """
 
 from array import array
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from functools import cache
+from operator import sub
 from typing import Any
 
 import msgspec
@@ -243,6 +244,15 @@ def read_batch(protocol: Protocol, body: Any, *, salt: bytes = b"") -> tuple[Cha
 def longest_of(chains: Sequence[Chain]) -> Chain:
     """The chain of the longest prompt of a batch, which begins with what all of them share."""
     return max(chains, key=lambda each: (*each.ends[-1:], *each.hashes[-1:]), default=Chain())
+
+
+def distinct_bytes(chains: Iterable[Chain]) -> int:
+    """The bytes of the prompts of a batch; those of segments that several of them begin with count
+    once, as an engine computes them once."""
+    sizes: dict[int, int] = {}
+    for chain in chains:
+        sizes.update(zip(chain.hashes, map(sub, chain.ends, (0, *chain.ends)), strict=False))
+    return sum(sizes.values())
 
 
 def _is_batch(prompts: Any) -> bool:

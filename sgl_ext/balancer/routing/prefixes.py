@@ -4,8 +4,9 @@ A balancer of one process writes its index and looks up in it. The processes of 
 one index in shared memory, and one of them writes it.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from copy import copy
+from itertools import takewhile
 
 import msgspec
 
@@ -190,8 +191,9 @@ class Prefixes:
         in_flight = self.in_flight
         tables.add("in_flight_prefixes", in_flight.__len__, lambda: in_flight.limit_segments)
 
-    def lookup(self, chain: Chain) -> HeldBySlot:
-        """What each worker holds of a chain."""
+    def lookup(self, chain: Chain, others: Sequence[Chain] = ()) -> HeldBySlot:
+        """What each worker holds of a chain. others: those of the other prompts of a batch, whose
+        tokens are expected in addition."""
         found = HeldBySlot()
         for match in self.index.matches(chain.hashes):
             if workers := match.workers & self.slots:
@@ -206,7 +208,26 @@ class Prefixes:
                 found.expecting[slot] = HeldPrefix(
                     held.tokens, segments, expected_tokens, depth, in_flight
                 )
+        if others:
+            self._add_others(found, chain, others)
         return found
+
+    def _add_others(self, found: HeldBySlot, chain: Chain, others: Sequence[Chain]) -> None:
+        """Adds what each worker holds of a batch's other prompts; what they share counts once."""
+        seen = {*chain.hashes}
+        for other in others:
+            shared = sum(1 for _ in takewhile(seen.__contains__, other.hashes))
+            seen.update(other.hashes)
+            begin = other.ends[shared - 1] if shared else 0
+            for match in self.index.matches(other.hashes):
+                if match.depth <= shared:
+                    break
+                end = other.ends[match.depth - 1]
+                tokens = match.tokens * (end - begin) // end
+                for slot in bits_of(match.workers & self.slots):
+                    held = found[slot]
+                    more = held.expected_tokens + tokens
+                    found.expecting[slot] = msgspec.structs.replace(held, expected_tokens=more)
 
     def begin(
         self, chain: Chain, slot: int, held: HeldPrefix, *, expects: bool

@@ -422,7 +422,7 @@ class Router:
             runs=not warms,
             warms=warms,
             session_name=name,
-            prompts=prompt.prompts,
+            others=prompt.others,
             due_s=prompt.importance.due_s,
             agent=prompt.agent,
         )
@@ -439,7 +439,7 @@ class Router:
         if now_s >= self._due_s:
             self.pass_time(now_s)
         candidates = self.candidates(routing, tried)
-        held = self.prefixes.lookup(routing.chain)
+        held = self.prefixes.lookup(routing.chain, routing.others)
         self.prefixes.learn_size(routing.chain, held)
         request, known = self.homes.request_of(routing, held)
         home, view = self.homes.find(request, known, candidates, held, now_s)
@@ -492,7 +492,8 @@ class Router:
         """Begins an attempt on the worker that its session stays on, beyond the worker's capacity.
         None if the prompt is not at hand there, or if too many were sent beyond it."""
         now_s = self.clock()
-        candidates, held = self.candidates(routing, tried), self.prefixes.lookup(routing.chain)
+        candidates = self.candidates(routing, tried)
+        held = self.prefixes.lookup(routing.chain, routing.others)
         request, known = self.homes.request_of(routing, held)
         home, view = self.homes.find(request, known, candidates, held, now_s)
         return None if home is None else self._beyond(routing, home, view, held, candidates)
@@ -574,7 +575,8 @@ class Router:
 
     def exceeds_part(self, routing: RoutingRequest, tried: set[Worker]) -> bool:
         """Whether a request is larger than its tenant's part of the memory of each worker."""
-        candidates, held = self.candidates(routing, tried), self.prefixes.lookup(routing.chain)
+        candidates = self.candidates(routing, tried)
+        held = self.prefixes.lookup(routing.chain, routing.others)
         return all(candidates.exceeds_part(worker, held) for worker in candidates.all)
 
     def any_available(
@@ -631,7 +633,7 @@ class Router:
 def explain(router: Router, routing: RoutingRequest) -> dict[str, Any]:
     """What this request would cost on each worker, and where it would go. Changes nothing."""
     now_s = router.clock()
-    held = router.prefixes.lookup(routing.chain)
+    held = router.prefixes.lookup(routing.chain, routing.others)
     candidates = router.candidates(routing, set())
     workers = [worker for worker in router.workers.all if worker.role != DECODE]
     views = {w: router.fleet.view(w, held.tokens, now_s) for w in workers}

@@ -10,6 +10,7 @@ from sgl_ext.reading.hints import Importance, honoured_hints, read_importance
 from sgl_ext.reading.protocol import Protocol
 from sgl_ext.reading.segments import (
     Chain,
+    distinct_bytes,
     longest_of,
     read_batch,
     read_chain,
@@ -21,8 +22,9 @@ from sgl_ext.wire.headers import NO_DEFAULTS, DefaultHints
 class Prompt(msgspec.Struct, frozen=True, gc=False):
     """session: of `session_key`. stated: of `stated_name`.
     prefix: breaks ties; equal for requests that share a beginning.
-    size_bytes: of the canonical text; of the body for a batch, or if there is no such text.
-    prompts: how many it has. hints: of `honoured_hints`.
+    size_bytes: of the canonical text, in a batch what its prompts share once; of the body if there
+        is no such text.
+    others: the chains of a batch's other prompts. hints: of `honoured_hints`.
     agent, is_final: as of a `RoutingRequest`.
     """
 
@@ -32,7 +34,7 @@ class Prompt(msgspec.Struct, frozen=True, gc=False):
     size_bytes: int
     importance: Importance
     stated: str = ""
-    prompts: int = 1
+    others: tuple[Chain, ...] = ()
     hints: tuple[str, ...] = ()
     agent: int | None = None
     is_final: bool = False
@@ -56,12 +58,13 @@ def read_prompt(
     document = with_sorted_tools(body) if sort_tools else body
     salt = salt_of(headers)
     chain = read_chain(protocol, document, salt=salt)
-    batch: tuple[Chain, ...] = ()
+    others: list[Chain] = []
     if chain.hashes:
         size_bytes = chain.ends[-1]
-    else:  # a batch computes all of its prompts, and goes where most of the longest is
-        batch = read_batch(protocol, document, salt=salt)
-        chain = longest_of(batch)
+    elif batch := read_batch(protocol, document, salt=salt):
+        others = [*batch]
+        others.remove(chain := longest_of(batch))
+        size_bytes = distinct_bytes(batch) or size_bytes
     session, stated = session_key(headers, body, chain), stated_name(headers, body)
     return Prompt(
         chain,
@@ -71,7 +74,7 @@ def read_prompt(
         # Malformed hints are left to the engine, which rejects them.
         read_importance(headers, body, ceiling, defaults),
         stated,
-        max(len(batch), 1),
+        tuple(others),
         honoured_hints(headers, body, ceiling),
         agent_of(chain, session),
         is_final(headers) if headers else False,
@@ -101,7 +104,7 @@ class RoutingRequest(msgspec.Struct, frozen=True, gc=False):
     warms: whether it is prefilled ahead, when the engine is idle: it is no load, and no request
         waits for its prefix.
     only: the URLs of the engines that it may go to; None: any.
-    prompts: how many it has: the engine runs each as a request of its own.
+    others: the chains of a batch's other prompts: the engine runs each as a request of its own.
     due_s: how long after it arrived its answer is due; None if it is not stated.
     """
 
@@ -117,9 +120,14 @@ class RoutingRequest(msgspec.Struct, frozen=True, gc=False):
     warms: bool = False
     only: frozenset[str] | None = None
     session_name: str | None = None
-    prompts: int = 1
+    others: tuple[Chain, ...] = ()
     due_s: float | None = None
     agent: int | None = None
+
+    @property
+    def prompts(self) -> int:
+        """How many it has."""
+        return 1 + len(self.others)
 
 
 NO_ROUTING = RoutingRequest(Chain(), None, 0, 0, runs=False)

@@ -6,6 +6,8 @@ from collections.abc import Sequence
 from typing import Any
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from msgspec.structs import replace
 from prometheus_client import generate_latest
 
@@ -14,6 +16,7 @@ from sgl_ext.balancer.metrics.registry import Metrics
 from sgl_ext.balancer.routing.router import Router, explain
 from sgl_ext.balancer.routing.routing_request import RoutingRequest
 from sgl_ext.balancer.routing.worker import Attempt, Worker
+from sgl_ext.reading.segments import Chain
 from sgl_ext.wire.headers import TENANT_HEADER
 from tests.balancer.workers import workers_at
 
@@ -55,6 +58,13 @@ class Setting:
         """What the attempt's worker is thought to hold of its prompt."""
         views = explain(self.router, attempt.routing)["workers"]
         return int(views[attempt.worker.slot]["held_tokens"])
+
+    def store(self, worker: Worker, chain: Chain) -> None:
+        """The engine reports that it holds a chain, of four bytes a token."""
+        parent = None
+        for segment, end in zip(chain.hashes, chain.ends, strict=True):
+            assert self.router.prefixes.index.store(worker.slot, parent, segment, end // 4)
+            parent = segment
 
     def confirm(self, attempt: Attempt, tokens: int = 10_000) -> None:
         """The engine reports that it holds the whole chain."""
@@ -137,6 +147,51 @@ def test_a_list_of_prompts_keeps_no_other_tenant_in_the_queue() -> None:
     assert setting.router.place(read("/v1/completions", ben, small, 20), set()) is not None
     setting.router.attempts.succeed(listed)
     assert setting.router.place(read("/v1/completions", ben, small, 20), set()) is None
+
+
+PIECE = "A line of a prompt that others share. "
+
+
+@given(
+    shared=st.integers(0, 400),
+    tails=st.lists(st.integers(1, 400), min_size=2, max_size=6),
+)
+@settings(max_examples=60, deadline=None)
+def test_a_batch_stays_where_its_prompts_are_however_often_it_comes(
+    shared: int, tails: list[int]
+) -> None:
+    setting, homes = Setting(), set[str]()
+    for _ in range(12):
+        prompts = [PIECE * shared + f"Prompt {n}. " * tail for n, tail in enumerate(tails)]
+        body = {"model": "m", "prompt": prompts}
+        routing = setting.router.read("/v1/completions", {}, body, len("".join(prompts)))
+        assert routing.prompts == len(tails)
+        attempt = setting.place(routing)
+        homes.add(attempt.worker.url)
+        setting.router.attempts.prefill_done(attempt)
+        for chain in (routing.chain, *routing.others):
+            setting.store(attempt.worker, chain)
+        setting.router.attempts.succeed(attempt)
+        setting.clock.now_s += 0.5
+    assert len(homes) == 1
+
+
+def test_what_the_prompts_of_a_batch_share_counts_once_and_what_is_held_of_each_counts(
+    setting: Setting,
+) -> None:
+    prompts = [PIECE * 200 + f"{n} " * 2_000 for n in range(4)]
+    body = {"model": "m", "prompt": prompts}
+    routing = setting.router.read("/v1/completions", {}, body, len("".join(prompts)))
+    shared, tail = len(PIECE) * 200, 4_000
+    assert routing.prompt_tokens == pytest.approx((shared + 4 * tail) / 4, rel=0.6)
+    attempt = setting.place(routing)
+    assert attempt.uncached_tokens == routing.prompt_tokens
+    for chain in (routing.chain, *routing.others):
+        setting.store(attempt.worker, chain)
+    setting.router.attempts.succeed(attempt)
+    again = setting.place(routing)
+    assert again.worker is attempt.worker
+    assert again.uncached_tokens < 0.05 * routing.prompt_tokens
 
 
 def test_a_dead_worker_is_not_picked_again_by_affinity(setting: Setting) -> None:
