@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 import subprocess
+import tomllib
 from collections.abc import Iterator, Sequence
 from operator import itemgetter
 from pathlib import Path
@@ -16,11 +17,11 @@ import pytest
 import yaml
 from sgl_ext_cpu.node import ROOT
 
-from sgl_ext.balancer.metrics.registry import Metrics
 from sgl_ext.settings.sources import balancer_settings
+from tests.exported import declared
 from tests.helm import rendered, require_helm
-from tests.promql import names_in
-from tests.test_manifests import VERSIONS, built
+from tests.promql import labels_of, names_in
+from tests.test_manifests import MODELS, VERSIONS, built
 
 pytestmark = [
     pytest.mark.installs,
@@ -28,10 +29,18 @@ pytestmark = [
     pytest.mark.skipif(shutil.which("kubectl") is None, reason="kubectl is not installed"),
 ]
 CHART = ROOT / "launch/kubernetes/chart"
+TWO_MODELS = (
+    "--set-json",
+    'models=[{"name":"large","path":"Qwen/Qwen3-32B","fallback":"small","gpus":2,"args":["--tp=2"]},'
+    '{"name":"small","path":"Qwen/Qwen3-8B"}]',
+    "--set-json",
+    'aliases=[{"name":"claude-haiku-*","model":"small"},{"name":"*","model":"large"}]',
+)
 # The values that make an overlay.
 OVERLAYS: dict[str, Sequence[str]] = {
     "base": (),
-    "overlays/gpu": ("--set", "engine.replicas=4", "--set", "models.size=100Gi"),
+    "overlays/gpu": ("--set", "engine.replicas=4", "--set", "weights.size=100Gi"),
+    MODELS: TWO_MODELS,
 }
 TLS = ("--set", "balancer.tlsSecretName=node-tls")
 MONITORED = ("--set", "monitoring.enabled=true", "--set", "monitoring.labels.release=kps")
@@ -93,14 +102,29 @@ def find(objects: Sequence[Any], kind: str, name: str) -> Any:
 
 
 def parsed(objects: dict[tuple[str, str], Any]) -> dict[tuple[str, str], Any]:
-    """With the settings in their ConfigMap as JSON, in whose text blanks say nothing, and volumes
-    in the order of their names: kustomize puts first what a patch names."""
+    """With the files in ConfigMaps as what they say, in whose text blanks mean nothing, and volumes
+    in the order of their names: kustomize puts first what a patch names. Without annotations, by
+    which the chart starts balancers again."""
     for each in objects.values():
         if each["kind"] == "Deployment":
-            each["spec"]["template"]["spec"]["volumes"].sort(key=itemgetter("name"))
-    data = objects["ConfigMap", "engine"]["data"]
-    data["SGLEXT_SETTINGS"] = json.loads(data["SGLEXT_SETTINGS"])
+            each["spec"]["template"]["metadata"].pop("annotations", None)
+            pod = each["spec"]["template"]["spec"]
+            (container,) = pod["containers"]
+            for rows in (pod["volumes"], container["volumeMounts"]):
+                rows.sort(key=itemgetter("name"))
+        elif each["kind"] == "ConfigMap":
+            for name, read in READ.items():
+                if name in each["data"]:
+                    each["data"][name] = read(each["data"][name])
     return objects
+
+
+def read_toml(text: str) -> Any:
+    """The tables with the order of their keys, which decides between patterns."""
+    return [(k, [*v.items()] if isinstance(v, dict) else v) for k, v in tomllib.loads(text).items()]
+
+
+READ = {"SGLEXT_SETTINGS": json.loads, "models.toml": read_toml}
 
 
 @pytest.mark.parametrize("overlay", OVERLAYS)
@@ -115,7 +139,8 @@ def test_the_chart_makes_the_objects_of_the_manifests(overlay: str) -> None:
 def options() -> Iterator[Sequence[str]]:
     for tls in ((), TLS):
         for more in ((), (*MONITORED, *SCALED)):
-            yield (*tls, *more)
+            for models in ((), TWO_MODELS):
+                yield (*tls, *more, *models)
 
 
 @pytest.mark.parametrize("version", VERSIONS)
@@ -194,13 +219,41 @@ def test_prometheus_scrapes_both_pages_of_the_balancers_service(tls: Sequence[st
     assert address == f"balancer.sgl-ext.svc:{port['port']}"
 
 
-def test_engines_are_scaled_by_the_agents_that_fit() -> None:
-    made = rendered(CHART, *SCALED)
-    scaled = find(made, "ScaledObject", "engine")["spec"]
-    engine = find(made, scaled["scaleTargetRef"].get("kind", "Deployment"), "engine")
+@pytest.mark.parametrize(("values", "model"), [((), ""), (TWO_MODELS, "small")])
+def test_engines_are_scaled_by_the_agents_of_their_model_that_fit(
+    values: Sequence[str], model: str
+) -> None:
+    made = rendered(CHART, *SCALED, *values)
+    name = f"engine-{model}" if model else "engine"
+    scaled = find(made, "ScaledObject", name)["spec"]
+    assert scaled["scaleTargetRef"]["name"] == name
+    engine = find(made, scaled["scaleTargetRef"].get("kind", "Deployment"), name)
     assert "replicas" not in engine["spec"], "Helm would set it back"
     (trigger,) = scaled["triggers"]
     assert (trigger["type"], trigger["metricType"]) == ("prometheus", "Value")
-    assert set(names_in(trigger["metadata"]["query"])) == {"sgl_ext_agents"}
-    Metrics().agents.labels("there")
+    query = trigger["metadata"]["query"]
+    assert set(names_in(query)) == {"sgl_ext_model_agents"}
+    assert query.count(f'model="{model}"') == (2 if model else 0)
+    known = {
+        **declared(),
+        "sgl_ext_model_agents": {*declared()["sgl_ext_model_agents"], "namespace"},
+    }
+    assert labels_of(query, known) is not None
     assert float(trigger["metadata"]["threshold"]) == 0.8
+
+
+def test_another_alias_starts_balancers_again_and_no_engine() -> None:
+    alias = "--set", "aliases[0].name=*,aliases[0].model=small"
+    before = parsed_pods(rendered(CHART, *TWO_MODELS))
+    after = parsed_pods(rendered(CHART, *TWO_MODELS, *alias))
+    assert [name for name in before if before[name] != after[name]] == ["balancer"]
+
+
+def parsed_pods(objects: Sequence[Any]) -> dict[str, Any]:
+    return {o["metadata"]["name"]: o["spec"] for o in objects if o["kind"] == "Deployment"}
+
+
+def test_a_model_may_have_no_engine_for_now() -> None:
+    one = 'models=[{"name":"a","path":"b","replicas":0}]'
+    made = rendered(CHART, "--set-json", one)
+    assert find(made, "Deployment", "engine-a")["spec"]["replicas"] == 0

@@ -23,8 +23,8 @@ from sgl_ext.settings.sources import balancer_settings, picker_settings
 pytestmark = pytest.mark.skipif(shutil.which("kubectl") is None, reason="kubectl is not installed")
 
 HOME = ROOT / "launch/kubernetes"
-POOL = "overlays/inference-pool"
-OVERLAYS = ("base", "overlays/gpu", "overlays/leader-worker-set", POOL)
+POOL, MODELS = "overlays/inference-pool", "overlays/several-models"
+OVERLAYS = ("base", "overlays/gpu", "overlays/leader-worker-set", POOL, MODELS)
 VERSIONS = (kubernetes_validate.utils.all_versions()[0], kubernetes_validate.latest_version())
 COMPONENT = "app.kubernetes.io/component"
 # What is used of a LeaderWorkerSet; its pods are validated by themselves.
@@ -118,10 +118,12 @@ def built(overlay: str) -> tuple[dict[str, Any], ...]:
 
 
 def find(overlay: str, kind: str, name: str) -> Any:
-    (found,) = (
-        each for each in built(overlay) if (each["kind"], each["metadata"]["name"]) == (kind, name)
-    )
+    (found,) = (each for each in all_of(overlay, kind) if each["metadata"]["name"] == name)
     return found
+
+
+def all_of(overlay: str, kind: str) -> list[Any]:
+    return [each for each in built(overlay) if each["kind"] == kind]
 
 
 def templates(overlay: str) -> Iterator[Any]:
@@ -167,12 +169,20 @@ def test_a_balancer_starts_with_its_arguments_and_finds_the_engines_service(
         for word in container(balancer)["args"]
     ]
     argv = [word.replace("/etc/sgl-ext/api-key", str(tmp_path / "secret")) for word in argv]
+    if overlay == MODELS:
+        (tmp_path / "models.toml").write_text(
+            find(overlay, "ConfigMap", "models")["data"]["models.toml"]
+        )
+        argv = [word.replace("/etc/sgl-ext-models", str(tmp_path)) for word in argv]
     settings = picker_settings(argv) if overlay == POOL else balancer_settings(argv)
-    (source,) = settings.workers_from
-    selector = SliceSelector.parse(source.removeprefix("kubernetes:"))
-    service = find(overlay, "Service", selector.labels.partition("=")[2])
-    assert [port["name"] for port in service["spec"]["ports"]] == [selector.port]
-    assert service["spec"]["clusterIP"] == "None"
+    found = []
+    for source in settings.workers_from:
+        selector = SliceSelector.parse(source.removeprefix("kubernetes:"))
+        found.append(service := find(overlay, "Service", selector.labels.partition("=")[2]))
+        assert [port["name"] for port in service["spec"]["ports"]] == [selector.port]
+        assert service["spec"]["clusterIP"] == "None"
+    headless = [s for s in all_of(overlay, "Service") if s["spec"].get("clusterIP") == "None"]
+    assert found == headless
     # It serves while load balancers read that it leaves, drains, and is not killed before its end.
     sleep = int(container(balancer)["lifecycle"]["preStop"]["exec"]["command"][1])
     assert balancer["spec"]["terminationGracePeriodSeconds"] > sleep + settings.drain_s
@@ -186,15 +196,15 @@ PROBES = ("readinessProbe", "livenessProbe")
 
 @pytest.mark.parametrize("overlay", OVERLAYS)
 def test_engines_know_the_secret_and_drain(overlay: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    data = find(overlay, "ConfigMap", "engine")["data"]
-    monkeypatch.setenv(VARIABLE, data[VARIABLE])
-    settings = EngineSettings.from_environment()
     engines = [one for one in templates(overlay) if component(one) == "engine"]
     assert engines
     for engine in engines:
+        (source,) = container(engine)["envFrom"]
+        data = find(overlay, "ConfigMap", source["configMapRef"]["name"])["data"]
+        monkeypatch.setenv(VARIABLE, data[VARIABLE])
+        settings = EngineSettings.from_environment()
         mounts = {mount["name"]: mount["mountPath"] for mount in container(engine)["volumeMounts"]}
         assert settings.engine_secret == f"file:{mounts['secrets']}/engine-secret"
-        assert container(engine)["envFrom"] == [{"configMapRef": {"name": "engine"}}]
         assert "--host=0.0.0.0" in container(engine)["args"]
         assert "preStop" in container(engine)["lifecycle"]
         assert engine["spec"]["terminationGracePeriodSeconds"] >= 600
@@ -235,6 +245,21 @@ def test_only_balancers_reach_engines(overlay: str) -> None:
     # The pods of an engine that is wider than a node reach each other.
     within = [{COMPONENT: "engine"}] if overlay.endswith("leader-worker-set") else []
     assert sources == [{COMPONENT: "balancer"}, *within]
+
+
+def test_each_model_has_engines_that_state_it_and_a_service_of_them_alone(tmp_path: Path) -> None:
+    (tmp_path / "f").write_text(find(MODELS, "ConfigMap", "models")["data"]["models.toml"])
+    settings = balancer_settings(["--config", str(tmp_path / "f"), "--worker", "http://a"])
+    assert [model.name for model in settings.served] == ["large", "small"]
+    assert [alias.name for alias in settings.aliases] == ["claude-haiku-*", "*"]
+    for model in settings.served:
+        deployment = find(MODELS, "Deployment", f"engine-{model.name}")["spec"]
+        pod = deployment["template"]
+        assert f"--served-model-name={model.name}" in container(pod)["args"]
+        service = find(MODELS, "Service", f"engines-{model.name}")["spec"]["selector"]
+        assert service == deployment["selector"]["matchLabels"] == pod["metadata"]["labels"]
+        others = [one for one in templates(MODELS) if one != pod]
+        assert not [one for one in others if service.items() <= one["metadata"]["labels"].items()]
 
 
 def test_a_gateway_finds_the_engines_and_their_picker() -> None:

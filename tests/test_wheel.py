@@ -53,7 +53,7 @@ def test_the_wheel_holds_the_packages_the_recipes_and_the_documents_and_nothing_
         names = {name for name in wheel.namelist() if ".dist-info/" not in name}
     recipes = {name.removeprefix("launch/") for name in tracked("launch")}
     recipes = {name for name in recipes if not name.startswith("cpu/") and name[-3:] != ".py"}
-    assert {"gpu.toml", "cpu.toml", "alerts.yml", "kubernetes/base/engine.yaml"} <= recipes
+    assert {"gpu.toml", "cpu.toml", "alerts.yml", "kubernetes/base/engine/engine.yaml"} <= recipes
     recipes.add("cpu/overrides.txt")
     documents = {
         name for name in tracked("docs") if not name.endswith((".py", ".json", ".toml", ".txt"))

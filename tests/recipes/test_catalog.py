@@ -34,7 +34,7 @@ def test_a_name_that_is_neither_is_an_error_that_quotes_it() -> None:
 def test_all_are_copied_and_a_changed_copy_is_kept(tmp_path: Path) -> None:
     written = write_recipes(tmp_path)
     assert {str(path.relative_to(tmp_path)) for path in written} == set(recipes())
-    assert (tmp_path / "kubernetes/base/engine.yaml").exists()
+    assert (tmp_path / "kubernetes/base/engine/engine.yaml").exists()
     write_recipes(tmp_path)
     (tmp_path / "gpu.toml").write_text("mine")
     with pytest.raises(FileExistsError, match=r"gpu\.toml"):
@@ -46,7 +46,7 @@ def test_the_command_lists_prints_and_copies(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert run([]) == 0
-    assert "kubernetes/base/engine.yaml" in capsys.readouterr().out
+    assert "kubernetes/base/engine/engine.yaml" in capsys.readouterr().out
     assert run(["gpu"]) == 0
     assert capsys.readouterr().out == recipe("gpu.toml").read_text()
     assert run(["--write", str(tmp_path / "new")]) == 0

@@ -91,11 +91,6 @@ class Metrics(Page):
             "held_requests",
             "Requests in the admission queue that are held back until their agents fit.",
         )
-        self.agents = gauge(
-            "agents{state}",
-            "Agents that engines keep room for, as this process knows them (`there`), and how many "
-            "more like them fit (`fit`).",
-        )
         self.held_s = histogram(
             "held_seconds{priority}",
             "Time that requests were held back until their agents fit, by the lowest priority of "

@@ -24,6 +24,8 @@ SUMMED_GAUGES = (
     "sgl_ext_worker_in_flight",
     "sgl_ext_queued_requests",
     "sgl_ext_queued_by_priority",
+    "sgl_ext_held_requests",
+    "sgl_ext_model_queued_requests",
     "sgl_ext_held_bytes",
     "sgl_ext_connections",
     "sgl_ext_live_streams",

@@ -114,8 +114,6 @@ class AdmissionQueue:
         add_part = self.metrics.add_part
         add_part(self.metrics.queued_requests, self.__len__)
         add_part(self.metrics.held_requests, self._held.__len__)
-        add_part(self.metrics.agents.labels("there"), self._gate.there)
-        add_part(self.metrics.agents.labels("fit"), self._gate.fit)
         for label in BANDS:
             waiting = self.metrics.queued_by_priority.labels(label)
             add_part(waiting, partial(self._waiting_in, label))
@@ -133,6 +131,10 @@ class AdmissionQueue:
 
     def __len__(self) -> int:
         return len(self._queue) + len(self._held)
+
+    def agents(self) -> dict[str, int]:
+        """How many agents count with memory (`there`), and how many more like them fit (`fit`)."""
+        return {"there": self._gate.there(), "fit": self._gate.fit()}
 
     @property
     def window_s(self) -> float:

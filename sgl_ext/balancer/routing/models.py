@@ -398,6 +398,12 @@ class Models(Collector):
             "Requests in the admission queue of a model.",
             labels=["model"],
         )
+        agents = GaugeMetricFamily(
+            "sgl_ext_model_agents",
+            "Agents that engines of a model keep room for, as this process knows them (`there`), "
+            "and how many more like them fit (`fit`).",
+            labels=["model", "state"],
+        )
         served = GaugeMetricFamily(
             "sgl_ext_worker_model",
             "The model of a worker; to be joined with its other metrics. The value is 1.",
@@ -407,9 +413,12 @@ class Models(Collector):
             engines.add_metric([row["name"], "all"], row["engines"])
             engines.add_metric([row["name"], "ready"], row["ready"])
             queued.add_metric([row["name"]], row["waiting"])
+        for pool in self.listed:
+            for state, number in pool.queue.agents().items():
+                agents.add_metric([pool.name, state], number)
         for worker in self.workers.all:
             served.add_metric([worker.id, worker.model], 1)
-        return [engines, queued, served]
+        return [engines, queued, agents, served]
 
 
 def _is_pattern(name: str) -> bool:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from sgl_ext.balancer.metrics.registry import Metrics
 from sgl_ext.balancer.reporting.whole_balancer import COMMON_COUNTERS, SUMMED_GAUGES, merge_pages
-from tests.balancer.workers import workers_at
+from sgl_ext.protocols.models import StatedModel
+from tests.balancer.workers import models_of, workers_at
 
 A = "http://a"
 
@@ -37,9 +38,24 @@ def test_pages_are_merged() -> None:
     assert merge_pages([merged]) == merged
 
 
+def test_the_requests_that_wait_in_each_process_add_up() -> None:
+    pages = []
+    for number in (2, 3):
+        metrics = Metrics(number)
+        models = models_of(workers_at([A], metrics), metrics)
+        models.note(models.workers.all[0], StatedModel("large", 1000, ()))
+        metrics.add_part(metrics.held_requests, lambda number=number: number)
+        pages.append(metrics.render())
+        assert 'sgl_ext_model_queued_requests{model="large"} 0.0' in pages[-1].decode()
+        pages[-1] = pages[-1].replace(b'="large"} 0.0', b'="large"} %d.0' % number)
+    page = merge_pages(pages).decode()
+    assert "sgl_ext_held_requests 5.0" in page
+    assert 'sgl_ext_model_queued_requests{model="large"} 5.0' in page
+
+
 def test_the_names_with_a_rule_of_their_own_exist() -> None:
     metrics = Metrics()
-    workers_at([A], metrics)
+    models_of(workers_at([A], metrics), metrics)
     kinds = {family.name: family.type for family in metrics.registry.collect()}
     assert {kinds[name] for name in SUMMED_GAUGES} == {"gauge"}
     assert {kinds[name] for name in COMMON_COUNTERS} == {"counter"}

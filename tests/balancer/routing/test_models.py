@@ -217,6 +217,8 @@ def test_what_the_metrics_say_of_models() -> None:
         'sgl_ext_model_engines{model="small",state="all"} 1.0',
         'sgl_ext_model_engines{model="small",state="ready"} 0.0',
         'sgl_ext_model_queued_requests{model="large"} 0.0',
+        'sgl_ext_model_agents{model="large",state="there"} 0.0',
+        'sgl_ext_model_agents{model="small",state="fit"} 0.0',
         'sgl_ext_worker_model{model="small",worker="b"} 1.0',
     ):
         assert line in page

@@ -107,7 +107,7 @@ def states(members: tuple[Member, ...]) -> dict[str, str]:
 
 def allow(cluster: Cluster) -> None:
     """Gives the balancer's service account the role that the manifests do."""
-    text = (ROOT / "launch/kubernetes/base/rbac.yaml").read_text()
+    text = (ROOT / "launch/kubernetes/base/balancer/rbac.yaml").read_text()
     for made in yaml.safe_load_all(text):
         made["metadata"]["namespace"] = "serving"
         for subject in made.get("subjects", ()):
