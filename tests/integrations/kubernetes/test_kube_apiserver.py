@@ -7,6 +7,7 @@ import shutil
 import subprocess
 from collections.abc import AsyncIterator, Iterator
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
 from urllib.error import HTTPError
@@ -34,6 +35,9 @@ from tests.integrations.kubernetes.kubernetes_api import (
     in_version,
     write_kubeconfig,
 )
+from tests.test_chart import CHART, rendered
+from tests.test_chart import OVERLAYS as CHARTS
+from tests.test_manifests import OVERLAYS, built
 
 pytestmark = [
     pytest.mark.long,
@@ -200,11 +204,13 @@ def test_the_server_takes_the_manifests(cluster: Cluster, tmp_path: Path) -> Non
     subprocess.run([*kubectl, "create", "namespace", "sgl-ext"], check=True)
     groups = cluster.request("GET", "/apis")["groups"]
     served = {each["groupVersion"] for group in groups for each in group["versions"]} | {"v1"}
-    for overlay in ("base", "overlays/gpu", "overlays/leader-worker-set"):
-        folder = str(ROOT / "launch/kubernetes" / overlay)
-        built = subprocess.run(["kubectl", "kustomize", folder], capture_output=True, check=True)
-        # It may be older than a version that the manifests use, or know no LeaderWorkerSet.
-        known = [each for each in yaml.safe_load_all(built.stdout) if each["apiVersion"] in served]
-        assert len(known) >= 8
+    makers = {overlay: partial(built, overlay) for overlay in OVERLAYS}
+    makers |= {
+        f"chart {name}": partial(rendered, CHART, *values) for name, values in CHARTS.items()
+    }
+    for name, make in makers.items():
+        # It may be older than a version that the manifests use, and knows no operator's objects.
+        known = [each for each in make() if each["apiVersion"] in served]
+        assert len(known) >= 8, name
         text = yaml.safe_dump_all(known)
         subprocess.run([*kubectl, "apply", "--filename", "-"], input=text, text=True, check=True)
