@@ -12,7 +12,8 @@ from sgl_ext.reading.protocol import CacheFields, FoundMark, Json, MalformedMark
 # OpenAI's fields about the prompt cache, on chat completions, responses and completions.
 #
 #     prompt_cache_options      {"mode", "ttl"}, for every breakpoint of the request
-#     prompt_cache_breakpoint   {"mode": "explicit"}, on a part of a message: a prefix ends here
+#     prompt_cache_breakpoint   {"mode": "explicit", "ttl"}, on a part of a message: a prefix ends
+#                               here; without a TTL, it is that of the options
 #     prompt_cache_retention    how long at most to keep the whole prompt; superseded by the first
 #
 # The mode "implicit" keeps the whole prompt, too. The mode "explicit" without a breakpoint keeps
@@ -53,9 +54,10 @@ def read_fields(find: Callable[[Json], Iterable[FoundMark]], body: Json) -> Cach
         if not isinstance(mark.control, dict) or mark.control.get("mode") != "explicit":
             raise MalformedMark(f"{mark.field}: must be an object whose `mode` is 'explicit'")
     is_whole = mode == "implicit"
-    written = found[-(LIMIT_MARKS - is_whole) :]
+    own_s = [_ttl_s(mark.field, mark.control, ttl_s) for mark in found]
+    written = [*zip(found, own_s, strict=True)][-(LIMIT_MARKS - is_whole) :]
     fields = CacheFields(
-        tuple((mark.place, ttl_s) for mark in written),
+        tuple((mark.place, each_s) for mark, each_s in written),
         ttl_s if is_whole else 0.0,
         keep=bool(found) or mode != "explicit",
         ignored=max(len(found) - LIMIT_BREAKPOINTS, 0),
@@ -80,10 +82,15 @@ def _read_options(options: Any) -> tuple[str, float]:
     for key, value in options.items():
         if key not in _KNOWN and value is not None:
             raise MalformedMark(f"{_OPTIONS}.{key[:40]}: is not supported")
-    mode, ttl = options.get("mode"), options.get("ttl")
+    mode = options.get("mode")
     if mode is not None and mode not in _MODES:
         raise MalformedMark(f"{_OPTIONS}.mode: must be 'implicit' or 'explicit'")
-    return mode or "implicit", _DEFAULT_TTL_S if ttl is None else seconds_of(f"{_OPTIONS}.ttl", ttl)
+    return mode or "implicit", _ttl_s(_OPTIONS, options, _DEFAULT_TTL_S)
+
+
+def _ttl_s(field: str, given: Json, default_s: float) -> float:
+    ttl = given.get("ttl")
+    return default_s if ttl is None else seconds_of(f"{field}.ttl", ttl)
 
 
 # SGLang's `kv_hints`: an envelope of versioned actions on the cached prefix of a request's prompt.

@@ -394,6 +394,17 @@ def test_a_breakpoint_is_a_mark_for_half_an_hour_or_the_options_ttl(path: str):
 
 
 @BREAKABLE
+def test_a_breakpoint_can_state_its_own_ttl(path: str):
+    long = text("b", prompt_cache_breakpoint={"mode": "explicit", "ttl": "12h"})
+    body = prompt(path, breakpoint_on("a"), long) | options(mode="explicit", ttl="30m")
+    found = read(body, path, TtlLimits(min_s=1, max_s=86_400))
+    assert found.blocks == (Mark(place(path, 0), 1800.0), Mark(place(path, 1), 43_200.0))
+    wrong = text("b", prompt_cache_breakpoint={"mode": "explicit", "ttl": "soon"})
+    error = read(prompt(path, text("a"), wrong), path).error
+    assert ".1.content.1.prompt_cache_breakpoint.ttl: must be a number of seconds" in error
+
+
+@BREAKABLE
 @pytest.mark.parametrize(("mode", "written"), [("explicit", 4), ("implicit", 3)])
 def test_the_last_four_breakpoints_are_written_the_implicit_one_included(
     path: str, mode: str, written: int

@@ -84,6 +84,7 @@ def test_what_is_no_json_object_is_refused(engine: Engine) -> None:
     ("method", "path", "status", "said"),
     [
         ("POST", "/v1/responses/compact", 404, "POST /v1/responses/compact: Not Found"),
+        ("POST", "/v1/messages/cache_touch", 404, "/v1/messages/cache_touch: Not Found"),
         ("POST", "/v1/v1/messages", 404, "/v1/messages is served"),
         ("POST", "//v1/chat/completions", 404, "/v1/chat/completions is served"),
         ("GET", "/v1/messages", 405, "GET /v1/messages: Method Not Allowed"),
