@@ -68,3 +68,23 @@ def test_states_are_copied_within_the_device_only_after_they_came_back(pools: An
     pool.mamba_pool = SimpleNamespace(copy_from=lambda *_: log.append("copied"))
     pool.copy_mamba_state(SimpleNamespace(numel=lambda: 1), None)
     assert log == ["layer 7 is loaded", "copied"]
+
+
+def test_the_compressed_keys_of_sparse_attention_beside_states_go_with_their_page(
+    pools: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    host_pools = import_module("sglang.srt.mem_cache.memory_pool_host")
+    monkeypatch.setattr(host_pools, "host_memory_budget_bytes", lambda: 1 << 30)
+    with warnings.catch_warnings(action="ignore"):
+        qsa = import_module("sglang.srt.mem_cache.pool_host.qsa")
+    torch = import_module("torch")
+    ratio, page, pages = 4, 64, 3
+    keys = [torch.arange(pages * page // ratio * 8, dtype=torch.bfloat16).view(-1, 8)] * 2
+    device = SimpleNamespace(qsa_compress_ratio=ratio, qsa_compressed_k_buffer_pool=keys)
+    anchor = SimpleNamespace(
+        page_size=page, page_num=pages, layout="layer_first", device="cpu", pin_memory=False
+    )
+    host = qsa.QSAIndexerPoolHost(device, anchor)
+    rows = page // ratio * 8 * 2
+    assert [tuple(buffer.shape) for buffer in host.device_buffers] == [(pages, rows)] * 2
+    assert host.page_aligned_only, "no page is copied in part"
