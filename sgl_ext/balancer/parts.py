@@ -30,7 +30,7 @@ from sgl_ext.balancer.relay.services import Services
 from sgl_ext.balancer.reporting.activity import Activity
 from sgl_ext.balancer.reporting.diagnosis import DivergenceDetector, QuickDetector
 from sgl_ext.balancer.reporting.event_log import EventLog, EventWatch
-from sgl_ext.balancer.reporting.request_log import LineFile, RequestLog, check_file
+from sgl_ext.balancer.reporting.request_log import LineFile, RequestLog, check_file, tenant_label
 from sgl_ext.balancer.reporting.spans import open_export
 from sgl_ext.balancer.reporting.whole_balancer import WholeBalancer
 from sgl_ext.balancer.routing.admission import AdmissionQueue, Trials
@@ -164,7 +164,7 @@ class Parts:
             activity,
             lines,
             detector,
-            partial(_label, tenants, key_file),
+            partial(tenant_label, tenants, key_file),
             shared,
         )
         conversations = ConversationStore(self._documents, metrics, config.response_ttl_s)
@@ -385,14 +385,6 @@ def _meanings(config: BalancerSettings) -> tuple[dict[str, str], dict[str, str]]
     """The aliases of models, and the fallbacks of those that have one."""
     fallbacks = {one.name: one.fallback for one in config.served if one.fallback}
     return {alias.name: alias.model for alias in config.aliases}, fallbacks
-
-
-def _label(tenants: Tenants, key_file: KeyFileReloader | None, tenant: str) -> str | None:
-    """A tenant's label in metrics: clients may name tenants, but only the operator adds labels."""
-    in_keys = tenants.weights if key_file is None else key_file.keys.tenants
-    if not in_keys and not tenants.weights:
-        return None
-    return tenant if tenant in in_keys or tenant in tenants.weights else "other"
 
 
 def _events_path(config: BalancerSettings, folder: Path | None) -> Path | None:

@@ -109,6 +109,29 @@ def new_span_id() -> str:
     return f"{random.getrandbits(64) | 1:016x}"
 
 
+class RequestName:
+    """What a request is found by: its id and its trace, and the header lines that state them.
+
+    is_stated: the client sent the id. answer_line: for the client. trace_lines: for the engine.
+    """
+
+    __slots__ = ("answer_line", "is_stated", "request_id", "trace_id", "trace_lines")
+
+    def __init__(
+        self, shape: ErrorShape, stated_id: str, trace: TraceContext | None, *, is_sampled: bool
+    ) -> None:
+        """shape: of the protocol's errors. stated_id: "" if the client sent none. trace: the
+        client's. is_sampled: whether a trace that begins here is recorded."""
+        self.is_stated = bool(stated_id)
+        self.request_id = stated_id or new_request_id()
+        self.answer_line = id_line(shape, self.request_id, is_stated=self.is_stated)
+        if trace is None:
+            self.trace_id = new_trace_id()
+            self.trace_lines = lines_of_new(self.trace_id, is_sampled=is_sampled)
+        else:
+            self.trace_id, self.trace_lines = trace.trace_id, trace.lines
+
+
 def read_trace(parent: str, state: str) -> TraceContext | None:
     """The trace of a client's headers; None if the first is invalid. An invalid second is left
     out."""

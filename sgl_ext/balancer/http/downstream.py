@@ -113,7 +113,7 @@ class DownstreamConnection(asyncio.BufferedProtocol):
 
     def __init__(self, server: Server) -> None:
         self._server = server
-        self._reader = server.reader()
+        self._reader: RequestReader
         self._transport: asyncio.Transport
         self._request: Request | None = None
         self._exchange: RunningExchange | None = None
@@ -231,9 +231,9 @@ class DownstreamConnection(asyncio.BufferedProtocol):
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         # uvloop's transport has the same methods, but another base class.
         self._transport = cast(asyncio.Transport, transport)
-        if self._server.joined(self):
-            self._await_more()
-        else:
+        is_served, self._reader = self._server.joined(self), self._server.reader()
+        self.deadline = self._server.now + IDLE_S
+        if not is_served:
             self._reject(too_many_connections())
 
     def get_buffer(self, sizehint: int) -> memoryview:
@@ -256,7 +256,8 @@ class DownstreamConnection(asyncio.BufferedProtocol):
         self._server.left(self)
         self._lingering = True
         self._reader.close()
-        self._release_unsent()
+        if self._unsent is not None:
+            self._release_unsent()
         request, self._request = self._request, None
         if request is not None:
             request.hold.release()

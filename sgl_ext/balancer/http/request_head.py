@@ -15,7 +15,7 @@ import re
 from collections.abc import Callable, Collection, Mapping
 from functools import cached_property
 from http import HTTPStatus
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 import httptools
 import xxhash
@@ -29,9 +29,6 @@ from sgl_ext.protocols.routes import Route
 from sgl_ext.reading.client import ClientFacts, hints_of, read_headers
 from sgl_ext.reading.protocol import ErrorShape
 from sgl_ext.wire.headers import OF_REQUESTS
-
-T = TypeVar("T")
-V = TypeVar("V")
 
 _ID = request_ids.HEADER.encode()
 _PARENT, _STATE = (name.encode() for name in request_ids.TRACE_HEADERS)
@@ -118,6 +115,7 @@ class RequestHead:
     identity: the id and the trace that the client states.
     tenant: the tenant that authentication found; "" otherwise.
     key: the key that it found in the key file.
+    derived: what `keep` was given; None before that.
     is_socket: whether it opens a WebSocket.
     rejection: set if the request cannot be served whatever its body.
     """
@@ -140,7 +138,7 @@ class RequestHead:
         self.key: ApiKey | None = None
         self.route: Route | None = None
         self.is_socket = False
-        self._derived: Any = None
+        self.derived: Any = None
         self.rejection: BalancerError | None = None
         self.is_complete = False
 
@@ -171,14 +169,10 @@ class RequestHead:
         """How errors of its path are worded."""
         return errors_of(self.path)
 
-    def derived(self, make: "Callable[[V, RequestHead], T]", value: V) -> T:
-        """What `make` returns for this value and this head: it is called once for all requests with
-        the head. Give the same function and value always. The result must depend on the head and
-        the settings alone: when these change, the cache of heads is emptied."""
-        if self._derived is None:
-            self._derived = make(value, self)
-        found: T = self._derived
-        return found
+    def keep(self, derived: object) -> None:
+        """Keeps what was made of this head for all requests with it. That must depend on the head
+        and the settings alone: when these change, the cache of heads is emptied."""
+        self.derived = derived
 
     # The parser calls these.
 

@@ -112,7 +112,7 @@ class RequestReader:
         self.ahead = bytearray()
         self.arrived_bytes = 0
         self.is_http2 = False
-        self._head_hold = account.hold("")
+        self._head_hold: Hold | None = None  # most heads need none
         self._searched = 0
         self._request: Request | None = None
         self._missing = 0
@@ -158,7 +158,8 @@ class RequestReader:
 
     def close(self) -> None:
         """Nothing is read any more: an incomplete request holds nothing. May be called twice."""
-        self._head_hold.release()
+        if self._head_hold is not None:
+            self._head_hold.release()
         request, self._request = self._request, None
         if request is not None:
             request.hold.release()
@@ -205,11 +206,13 @@ class RequestReader:
                 f"The request's head is larger than {MAX_HEAD_BYTES} bytes.",
             )
         if end < 4:
-            if len(ahead) > _USUAL_HEAD_BYTES and not self._head_hold.take_up_to(len(ahead)):
-                raise no_memory()
+            if len(ahead) > _USUAL_HEAD_BYTES:
+                self._head_hold = self._head_hold or Hold(self._account, "")
+                take(self._head_hold, len(ahead))
             return None
-        if self._head_hold.size:
+        if self._head_hold is not None:
             self._head_hold.release()
+            self._head_hold = None
         self._searched = 0
         if ahead.startswith(PREFACE_HEAD):
             if not has_http2_request(ahead):

@@ -42,11 +42,12 @@ _JOINED_BYTES = 16 * 1024
 class ResponseHead:
     """Status and header lines for the client.
 
-    streams: the body is server-sent events.
+    coding: the transfer coding of the body; None if it has none.
+    streams: the body is server-sent events. stream_lines: what the lines of a stream lack.
     is_named: the worker gave the request an id.
     """
 
-    __slots__ = ("is_named", "lines", "reason", "status", "streams")
+    __slots__ = ("coding", "is_named", "lines", "reason", "status", "stream_lines", "streams")
 
     def __init__(self, status: int, reason: bytes, headers: list[tuple[bytes, bytes]]) -> None:
         self.status = status
@@ -59,8 +60,10 @@ class ResponseHead:
             elif name in NAMES:
                 self.is_named = True
         # The balancer names the request to the client.
+        self.coding = transfer_coding(headers)
         dropped = HOP_BY_HOP | NAMES | connection_options(headers)
         self.lines = header_lines(headers, dropped)
+        self.stream_lines = stream_lines(self.lines) if self.streams else b""
 
 
 STREAM_LINES = b"cache-control: no-cache\r\nx-accel-buffering: no\r\n"
@@ -244,7 +247,7 @@ class UpstreamConnection(asyncio.Protocol):
             # No request is running.
             self.abort()
             return
-        first = not self.heard
+        first, had_head = not self.heard, self._head is not None
         self.heard = True
         if first and not self._bodiless:
             known = self._pool.heads.read(data)
@@ -262,6 +265,8 @@ class UpstreamConnection(asyncio.Protocol):
             self._head_bytes += len(data)
             if self._head_bytes > _MAX_HEAD_BYTES:
                 fault = "the head is too long"
+        if self._head is not None and not had_head:
+            receiver.response_head(self._head)
         pieces = self._pieces
         part = pieces[0] if len(pieces) == 1 else b"".join(pieces)
         pieces.clear()
@@ -312,8 +317,9 @@ class UpstreamConnection(asyncio.Protocol):
             raise MalformedResponse("a trailer about the framing")
 
     def on_headers_complete(self) -> None:
-        status, coding = self._parser.get_status_code(), transfer_coding(self._headers)
-        if coding not in (None, b"chunked"):
+        status = self._parser.get_status_code()
+        head = ResponseHead(status, self._reason, self._headers)
+        if head.coding not in (None, b"chunked"):
             raise MalformedResponse("a transfer coding that is not chunked")
         if not _REASON.fullmatch(self._reason):
             raise MalformedResponse("a control character in its reason")
@@ -322,10 +328,8 @@ class UpstreamConnection(asyncio.Protocol):
                 raise MalformedResponse(f"status {status}")
             return
         self._in_head = False
-        self._framed = coding is not None or b"content-length" in dict(self._headers)
-        self._head = ResponseHead(status, self._reason, self._headers)
-        if self._receiver is not None:
-            self._receiver.response_head(self._head)
+        self._framed = head.coding is not None or b"content-length" in dict(self._headers)
+        self._head = head
         if self._bodiless:
             # The parser does not know that no body follows, so it cannot be used again.
             self._complete = True
@@ -414,12 +418,9 @@ class ConnectionPool:
             head.begun = self._first_lines, begin
         return begin
 
-    def lease(self, receiver: ResponseReceiver) -> asyncio.Task[None] | None:
-        """Gives the receiver an idle connection, or opens one like `connect`."""
-        if not self._idle:
-            return self.connect(receiver)
-        receiver.connected(self._idle.pop())
-        return None
+    def lease(self) -> UpstreamConnection | None:
+        """An idle connection; None if there is none, so that one has to be opened."""
+        return self._idle.pop() if self._idle else None
 
     def release(self, connection: UpstreamConnection) -> None:
         """Takes a connection back for the next request."""

@@ -50,6 +50,7 @@ _SHORT_CHARS = 4096
 class Bodies:
     """Reads bodies.
 
+    reader: of bodies that are not large.
     strip: what is left out of prompts. conversations: what bodies name in the store.
     hint_rules: the operator's default hints.
     """
@@ -68,7 +69,7 @@ class Bodies:
         self.conversations = conversations
         self.hint_rules = hint_rules
         keeps_turns = conversations.documents.exist
-        self._reader = BodyReader(strip, sort_tools=sort_tools, keeps_turns=keeps_turns)
+        self.reader = BodyReader(strip, sort_tools=sort_tools, keeps_turns=keeps_turns)
         self.large = LargeBodies(
             account,
             metrics.background_failed,
@@ -76,7 +77,7 @@ class Bodies:
             sort_tools=sort_tools,
             keeps_turns=keeps_turns,
         )
-        blocks = self._reader.expander.blocks
+        blocks = self.reader.expander.blocks
         size, limit = (lambda: blocks.used_bytes), (lambda: blocks.limit_bytes)
         metrics.tables.add("parsed_contexts", size, limit, "bytes")
 
@@ -84,10 +85,6 @@ class Bodies:
         """Changes the settings."""
         self.hint_rules = hint_rules
         self.conversations.response_ttl_s = response_ttl_s
-
-    def read_now(self, plan: ReadPlan, body: bytes | bytearray) -> Reading | Named | None:
-        """As `BodyReader.read`; None if the body is large."""
-        return None if len(body) > LARGE_BODY_BYTES else self._reader.read(plan, body)
 
     async def read(
         self,
@@ -128,7 +125,7 @@ class Bodies:
         size_bytes = len(body) + (0 if found is None else found.size_bytes)
         if size_bytes > LARGE_BODY_BYTES:
             return await self.large.read(tenant, plan, body, found)
-        return self._reader.read(plan, body, found)
+        return self.reader.read(plan, body, found)
 
 
 class LargeBodies:

@@ -39,6 +39,7 @@ from typing import Any, Protocol, TypeVar
 import orjson
 from msgspec import structs
 
+from sgl_ext.balancer.conversations.expansion import Named
 from sgl_ext.balancer.conversations.response_turns import LaneTurns
 from sgl_ext.balancer.http.downstream import Client
 from sgl_ext.balancer.http.request_reader import Request
@@ -47,7 +48,6 @@ from sgl_ext.balancer.http.upstream import (
     ConnectionPool,
     ResponseHead,
     Upstream,
-    stream_lines,
 )
 from sgl_ext.balancer.metrics.registry import band
 from sgl_ext.balancer.relay.preparation import (
@@ -58,7 +58,7 @@ from sgl_ext.balancer.relay.preparation import (
     plan_of,
     prepare,
 )
-from sgl_ext.balancer.relay.reading import Reading, with_model, without_usage
+from sgl_ext.balancer.relay.reading import Reading, ReadPlan, with_model, without_usage
 from sgl_ext.balancer.relay.resends import MAX_SENT_BYTES, NO_CLIENT, PeerPool, resend_key
 from sgl_ext.balancer.relay.services import Services
 from sgl_ext.balancer.reporting.request_log import (
@@ -84,7 +84,7 @@ from sgl_ext.protocols.errors import (
     no_engine,
     shutting_down,
 )
-from sgl_ext.protocols.request_ids import id_line, lines_of_new, new_request_id, new_trace_id
+from sgl_ext.protocols.request_ids import RequestName
 from sgl_ext.protocols.responses import RESPONSES
 from sgl_ext.reading.usage import Usage, read_items, read_usage
 from sgl_ext.wire.headers import (
@@ -220,7 +220,11 @@ class PrefillRequest:
         self._failed = failed
         self._status = 0
         self._connection: Upstream | None = None
-        self._connecting = pool.lease(self)
+        self._connecting: asyncio.Task[None] | None = None
+        if (idle := pool.lease()) is not None:
+            self.connected(idle)
+        else:
+            self._connecting = pool.connect(self)
 
     def abort(self) -> None:
         """The answer is complete, or will not come: the engine need not go on."""
@@ -372,6 +376,7 @@ class Exchange:
     _is_answered = False  # the whole response to this attempt has arrived
     _wait_reason = ""
     _is_listed = False  # the control plane answers what an engine could
+    _is_charged = False  # its tenant pays for it, or its key does
     _has_fallback = False  # another model's engines answer than those of its own
     _queued_s = 0.0
     _prefix_s = 0.0  # of these it waited for a prefix
@@ -413,14 +418,16 @@ class Exchange:
         self._head = head = request.head
         self._pool = services.control
         self._model = services.models.default
-        self._request_id = head.identity.request_id or new_request_id()
-        trace = head.identity.trace
-        self._trace_id = new_trace_id() if trace is None else trace.trace_id
+        stated, export = head.identity, services.span_export
+        # Without an export here, the engine's own tracing decides.
+        self._name = RequestName(
+            head.errors, stated.request_id, stated.trace, is_sampled=export is None
+        )
         self.tried: set[Worker] = set()
-        if services.span_export is not None and head.route is not None:
-            is_sampled = None if trace is None else trace.is_sampled
-            if services.span_export.records(self._trace_id, is_sampled):
-                self._spans = RequestSpans(head, self._trace_id, self._arrived_s)
+        if export is not None and head.route is not None:
+            is_sampled = None if stated.trace is None else stated.trace.is_sampled
+            if export.records(self._name.trace_id, is_sampled):
+                self._spans = RequestSpans(head, self._name.trace_id, self._arrived_s)
 
     def begin(self) -> None:
         """Answers the request, from now on."""
@@ -429,78 +436,17 @@ class Exchange:
 
     async def _run(self) -> None:
         """The life of the request."""
-        services, head = self._services, self._head
         try:
-            # Read it. A large body, and what a request names of the store, take time.
-            self._begin_reading()
-            preparation = NOT_PREPARED
-            plan = plan_of(services, head, remembers=self._turns is not None)
-            if plan is not None:
-                body = self._request.body
-                reading = services.bodies.read_now(plan, body)
-                if not isinstance(reading, Reading):
-                    work = services.bodies.read(head.tenant, plan, body, reading, self._turns)
-                    reading = await self._done(work)
-                if self._spans is not None:
-                    self._spans.read(reading.model)
-                if plan.runs and self._is_answered_by_earlier():
-                    return  # the same request, sent earlier, answers
-                if self._holder is not None and await self._is_passed_on(self._holder, reading):
-                    return
-                is_checked = reading.path in RESPONSES.paths
-                name = services.models.name_for_engine(reading.model, is_checked=is_checked)
-                meant = None
-                if name is not None:
-                    meant = services.models.find(reading.model)
-                    self._request.body = body = with_model(body, name)
-                    reading = await self._done(
-                        services.bodies.read(head.tenant, plan, body, None, self._turns)
-                    )
-                preparation = prepare(services, self._request, plan, reading, self._turns)
-                pool = preparation.pool
-                if meant is not None and pool is not None and pool is not meant:
-                    services.models.count_fallback(meant, pool)
-                    preparation = structs.replace(preparation, falls_back=True)
-            elif head.route is not None:
-                self._is_listed = services.models.lists(head.path)
-            self._preparation = preparation = self._way.check(preparation)
-            self.routing = routing = preparation.routing
-            if preparation.hints:
-                self._answer_lines += header_line(
-                    HINTS_HEADER, ", ".join(preparation.hints).encode("ascii")
-                )
-            if preparation.pool is not None:
-                self._model = preparation.pool
-                if preparation.falls_back:
-                    self._falls_back(preparation.pool)
-            # A scheduler runs it, so that it could end one.
-            self._is_run = routing.runs or routing.warms
-
-            # Admit it: charge its tenant, and make a context of it if it asks for one.
-            if preparation.beat:
-                services.heartbeats.begin(self)
-            if services.rate_limits.charges(head.tenant, head.key):
-                await self._charge()
-            services.retries.add_request()
-            if path := preparation.context_path:
-                names_stored = bool(preparation.saved_bytes)
-                making = make_context(services, self._request, path, names_stored=names_stored)
-                self._answer_lines += await self._done(making)
-
-            # Place it and send it, until a worker answers. Callbacks relay what streams.
+            await self._read()
+            await self._admit()
             while True:
                 try:
-                    is_ours = head.route is None or self._is_listed
-                    attempt = None if is_ours else await self._place()
-                    self._connect(attempt)
-                    while (connection := self._connection) is None:
-                        await self._news()
-                    self.send(connection)
-                    body = await self._rest_of_response()
+                    attempt = await self._place()
+                    await self._send(attempt)
+                    body = await self._rest_of_response()  # callbacks relay what streams
                     break
                 except AttemptFailed as failure:
                     self._retry(failure)
-
             await self._end_answer(body)
         except _Over:
             pass
@@ -557,13 +503,77 @@ class Exchange:
 
     # Read and admit.
 
-    def _begin_reading(self) -> None:
+    async def _read(self) -> None:
+        """Reads the body, and finds out which model and which engines the request is for. A large
+        body, and what a request names of the store, take time."""
+        services, head, request = self._services, self._head, self._request
         if self._stage is ENDED:
             raise _Over
-        for name in self._head.identity.replaced:
-            self._services.metrics.identities_replaced.counts[(name,)] += 1
-        if self._request.rejection is not None:
-            raise self._request.rejection
+        for name in head.identity.replaced:
+            services.metrics.identities_replaced.counts[(name,)] += 1
+        if request.rejection is not None:
+            raise request.rejection
+        preparation = NOT_PREPARED
+        plan: ReadPlan | None = head.derived or plan_of(services, head)
+        if plan is None:
+            self._is_charged = services.rate_limits.charges(head.tenant, head.key)
+            self._is_listed = head.route is not None and services.models.lists(head.path)
+        else:
+            self._is_charged = plan.is_charged
+            if self._turns is not None:
+                plan = plan._replace(remembers=True)
+            preparation = await self._prepare(plan)
+        self._preparation = preparation = self._way.check(preparation)
+        self.routing = routing = preparation.routing
+        if preparation.hints:
+            hints = ", ".join(preparation.hints).encode("ascii")
+            self._answer_lines += header_line(HINTS_HEADER, hints)
+        if preparation.pool is not None:
+            self._model = preparation.pool
+            if preparation.falls_back:
+                self._falls_back(preparation.pool)
+        # A scheduler runs it, so that it could end one.
+        self._is_run = routing.runs or routing.warms
+
+    async def _prepare(self, plan: ReadPlan) -> Preparation:
+        services, request, models = self._services, self._request, self._services.models
+        tenant, body = self._head.tenant, request.body
+        reading: Reading | Named | None = None
+        if len(body) <= LARGE_BODY_BYTES:
+            reading = services.bodies.reader.read(plan, body)
+        if not isinstance(reading, Reading):
+            work = services.bodies.read(tenant, plan, body, reading, self._turns)
+            reading = await self._done(work)
+        if self._spans is not None:
+            self._spans.read(reading.model)
+        if plan.runs and self._is_answered_by_earlier():
+            raise _Over  # the same request, sent earlier, answers
+        if self._holder is not None and await self._is_passed_on(self._holder, reading):
+            raise _Over
+        name = models.name_for_engine(reading.model, is_checked=reading.path in RESPONSES.paths)
+        if name is None:
+            return prepare(services, request, plan, reading, self._turns)
+        meant = models.find(reading.model)
+        request.body = body = with_model(body, name)
+        reading = await self._done(services.bodies.read(tenant, plan, body, None, self._turns))
+        preparation = prepare(services, request, plan, reading, self._turns)
+        if meant is None or preparation.pool is None or preparation.pool is meant:
+            return preparation
+        models.count_fallback(meant, preparation.pool)
+        return structs.replace(preparation, falls_back=True)
+
+    async def _admit(self) -> None:
+        """Charges the request's tenant, and makes a context of the request if it asks for one."""
+        services, preparation = self._services, self._preparation
+        if preparation.beat:
+            services.heartbeats.begin(self)
+        if self._is_charged:
+            await self._charge()
+        services.retries.add_request()
+        if path := preparation.context_path:
+            names_stored = bool(preparation.saved_bytes)
+            making = make_context(services, self._request, path, names_stored=names_stored)
+            self._answer_lines += await self._done(making)
 
     async def _charge(self) -> None:
         """Charges the request's tenant for what it claims of an engine, until its cost is known."""
@@ -577,9 +587,11 @@ class Exchange:
 
     # Place and send.
 
-    async def _place(self) -> Attempt:
+    async def _place(self) -> Attempt | None:
         """Waits for a trial if the request is suspected, then for a worker with capacity, and then
-        until the prefix that its attempt follows is computed."""
+        until the prefix that its attempt follows is computed. None for the control plane."""
+        if self._head.route is None or self._is_listed:
+            return None
         services = self._services
         while True:
             self._is_released = False
@@ -600,16 +612,18 @@ class Exchange:
             await self._trial()
         if self._spans is not None:
             self._spans.placed(attempt, self._wait_reason)
-        services.metrics.placements.counts[(attempt.placement.reason,)] += 1
+        reason = attempt.placement.reason
+        services.metrics.placements.counts[(reason,)] += 1
         if self.tried:
             services.metrics.retries.inc()
         self._attempts += 1
-        self.tried.add(attempt.worker)
-        if attempt.decoder is not None:
-            self.tried.add(attempt.decoder)
-        if attempt.placement.reason == "home" and not self._on_trial:
-            self._model.standby.consider(attempt, self._head, self._request.body, self._request_id)
-        if attempt.waits_for_prefix(partial(self._prefix_computed, attempt)):
+        self.tried |= {attempt.worker, attempt.answerer}
+        if reason == "home" and not self._on_trial and len(self._model.workers.all) > 1:
+            name = self._name.request_id
+            self._model.standby.consider(attempt, self._head, self._request.body, name)
+        if attempt.follows is not None and attempt.waits_for_prefix(
+            partial(self._prefix_computed, attempt)
+        ):
             self._wait_reason = "prefix"
             began_s = time.perf_counter()
             await self._news()
@@ -621,9 +635,9 @@ class Exchange:
         while not self._is_released:
             await self._news()
 
-    def _connect(self, attempt: Attempt | None) -> None:
-        """Gets a connection to the attempt's worker, now or later; without an attempt, to the
-        control plane in this process."""
+    async def _send(self, attempt: Attempt | None) -> None:
+        """Sends the request to the attempt's worker, over a connection of its pool or over its way;
+        without an attempt, to the control plane in this process."""
         services = self._services
         if self._wait_reason:
             self._queued_s = time.perf_counter() - self._arrived_s
@@ -631,14 +645,19 @@ class Exchange:
             if self._spans is not None:
                 self._spans.connects(self._wait_reason)
         if attempt is not None:
+            self._connection = self._way.to_engine(attempt)
             self._pool = services.connections.to(attempt.answerer)
-            if (gateway := self._way.to_engine(attempt)) is not None:
-                self._connection = gateway
-                return
-        self._connecting = self._pool.lease(self)
+        connection = self._connection = self._connection or self._pool.lease()
+        self._write(connection or await self._opened())
 
-    def send(self, connection: Upstream) -> None:
-        """Sends the request."""
+    async def _opened(self) -> Upstream:
+        """A connection that is opened now."""
+        self._connecting = self._pool.connect(self)
+        while (connection := self._connection) is None:
+            await self._news()
+        return connection
+
+    def _write(self, connection: Upstream) -> None:
         self._connecting, self._is_sent = None, True
         attempt, head, body = self._attempt, self._head, self._request.body
         if attempt is not None and attempt.sent_s is None:
@@ -653,7 +672,10 @@ class Exchange:
         end = "\r\n"
         if body or head.method not in ("GET", "HEAD"):
             end = f"content-length: {len(body)}\r\n\r\n"
-        lines += f"x-request-id: {self._request_id}\r\n{self._trace_lines()}{end}".encode()
+        trace_lines = self._name.trace_lines
+        if self._spans is not None:  # it goes on at the span of this attempt
+            trace_lines = self._spans.sent(self._pool.url, self._attempts).lines
+        lines += f"x-request-id: {self._name.request_id}\r\n{trace_lines}{end}".encode()
         if attempt is not None and attempt.decoder is not None:
             first = self._pool.request_line(head.method, head.target)
             lines = self._prefill(attempt, first, lines)
@@ -668,16 +690,6 @@ class Exchange:
         whole = pool.request_line(head.method, head.target) + rest
         self._prefill_request = PrefillRequest(pool, whole, self._request.body, failed)
         return first + rest
-
-    def _trace_lines(self) -> str:
-        """Hands the trace on, at the span of this attempt if there is one."""
-        trace = self._head.identity.trace
-        if self._spans is not None:
-            trace = self._spans.sent(self._pool.url, self._attempts)
-        if trace is not None:
-            return trace.lines
-        # Without an export here, the engine's own tracing decides.
-        return lines_of_new(self._trace_id, is_sampled=self._services.span_export is None)
 
     # The admission queue and the trials call these.
 
@@ -703,7 +715,8 @@ class Exchange:
         self._attempt = self._last_attempt = attempt
         self._is_sent = self._is_answered = False
         attempt.serves(self)
-        self._wake()
+        if self._is_waiting:
+            self._wake()
 
     def rejected(self, error: BalancerError) -> None:
         """No worker takes the request. It goes to those of another model if that may answer."""
@@ -837,7 +850,7 @@ class Exchange:
         """Takes the response's head."""
         lines = head.lines + self._named_lines()
         if head.streams and self._head.route is not None:
-            lines += stream_lines(head.lines)
+            lines += head.stream_lines
         self._response = Response(head, lines, sums_items=self._preparation.sums_items)
 
     def response_data(self, data: bytes) -> None:
@@ -859,10 +872,7 @@ class Exchange:
         try:
             await self._news()
         except _StaleConnection:
-            self._connecting = self._pool.connect(self)
-            while (connection := self._connection) is None:
-                await self._news()
-            self.send(connection)
+            self._write(await self._opened())
             await self._news()
         response = self._response
         head, body = response.head, response.end(self._last)
@@ -1018,9 +1028,7 @@ class Exchange:
 
     def _named_lines(self) -> bytes:
         """The header lines of an answer that name its request, and what was stored of it."""
-        head = self._head
-        is_stated = bool(head.identity.request_id)
-        return id_line(head.errors, self._request_id, is_stated=is_stated) + self._answer_lines
+        return self._name.answer_line + self._answer_lines
 
     def _hold(self) -> bool:
         """Counts what the request and its answer hold. False if no answer may be so large."""
@@ -1103,19 +1111,21 @@ class Exchange:
             self._abort_prefill()
         attempt, self._attempt = self._attempt, None
         if attempt is not None:
-            if self._is_run:
-                self._model.trials.answered(self)
             usage = self._response.usage()
             if status < _SERVER_ERROR:
                 output_tokens = 0 if usage is None else usage.output_tokens or 0
                 self._model.router.attempts.succeed(attempt, output_tokens)
             else:
                 self._model.router.attempts.fail(attempt, by_worker=True, answered=True)
+            if self._is_run:
+                self._model.trials.answered(self)
             if (turn := self._preparation.turn) is not None and status == OK:
                 diagnosis = self._services.cache_turns.end(
                     turn, self._preparation.diagnosis, attempt, usage, self._response.first_data
                 )
                 self._preparation = structs.replace(self._preparation, diagnosis=diagnosis)
+        self._count()
+        if attempt is not None:
             body = self._response.first_data if status >= _BAD_REQUEST else b""
             ended = self._keep(Outcome.COMPLETE, status, usage=usage, body=body)
             if ended is not None:
@@ -1128,14 +1138,13 @@ class Exchange:
                     ledger.count_tenant(ended.tenant, computed, self._answers())
         if self._preparation.charge is not None:
             self._settle(None if usage is None else usage.computed_tokens)
-        self._count()
         if self._is_left and not (self._response.head.streams or self._sent):
             self._forget_resend()
 
     def _fail(self, error: Exception) -> None:
         """The request cannot be answered by a worker."""
         if not isinstance(error, BalancerError):
-            about = {"request_id": self._request_id}
+            about = {"request_id": self._name.request_id}
             log.error("a request failed in the balancer", exc_info=error, extra=about)
             error = internal_error()
         if self._stage is RELAYING:
@@ -1146,9 +1155,9 @@ class Exchange:
     def _answer_error(self, error: BalancerError) -> None:
         is_late = self._stage is WAITING
         self._end_early(by_worker=False, cost=0)
-        is_stated = bool(self._head.identity.request_id)
+        name = self._name
         answer = self._services.error_response(
-            error, self._head.path, self._request_id, is_stated=is_stated
+            error, self._head.path, name.request_id, is_stated=name.is_stated
         )
         outcome = Outcome.FAILED if self._attempts else Outcome.REJECTED
         is_ours = error.status == HTTPStatus.TOO_MANY_REQUESTS or error.status >= _SERVER_ERROR
@@ -1166,7 +1175,8 @@ class Exchange:
         try:
             event = shape.late(orjson.loads(body), sent)
         except (orjson.JSONDecodeError, LookupError, TypeError, AttributeError):
-            event = shape.event("The engine did not answer with a stream.", sent, self._request_id)
+            message = "The engine did not answer with a stream."
+            event = shape.event(message, sent, self._name.request_id)
         self._client.write(event)
         self._client.end_stream()
 
@@ -1174,8 +1184,8 @@ class Exchange:
         """Ends a stream that cannot go on in its protocol's error event."""
         self._services.metrics.cut_streams.inc()
         self._warn("stream cut", reason)
-        shape = self._head.errors
-        self._client.write(shape.event(message, self._response.events_sent, self._request_id))
+        shape, sent = self._head.errors, self._response.events_sent
+        self._client.write(shape.event(message, sent, self._name.request_id))
         self._keep(Outcome.CUT, self._response.head.status, reason)
         self._end_early(by_worker=by_worker)
         self._count()
@@ -1266,10 +1276,7 @@ class Exchange:
             recorder = self._services.bodies.conversations.recorder(turn, head.tenant, self._turns)
             self._preparation = structs.replace(NOT_PREPARED, recorder=recorder)
         try:
-            self._connect(None)
-            while (connection := self._connection) is None:
-                await self._news()
-            self.send(connection)
+            await self._send(None)
             body = await self._rest_of_response()
         except AttemptFailed as failure:
             if self._stage is RELAYING:
@@ -1316,8 +1323,7 @@ class Exchange:
         self._client, self._head = later._client, later._head
         if self._turns is not None and later._turns is not None:
             self._turns.become(later._turns)
-        self._request_id = later._request_id
-        self._trace_id, self._spans = later._trace_id, later._spans
+        self._name, self._spans = later._name, later._spans
         self._request.hold.release()
         self._request.hold = later._request.hold
         self._is_left = False
@@ -1370,7 +1376,12 @@ class Exchange:
             return None
         preparation, total_s = self._preparation, time.perf_counter() - self._arrived_s
         ended = ended_request(
-            Name(self._request_id, self._trace_id, self._head.route.label, self._answers()),
+            Name(
+                self._name.request_id,
+                self._name.trace_id,
+                self._head.route.label,
+                self._answers(),
+            ),
             End(time.time(), status, outcome, error, usage, error_type(body) if body else None),
             Course(self._queued_s, self._ttft_s, total_s, self._attempts, self._prefix_s),
             self.routing,
@@ -1417,7 +1428,7 @@ class Exchange:
 
     def _warn(self, message: str, cause: str) -> None:
         """Logs what happened to the request, or counts it."""
-        about = {"request_id": self._request_id, "url": self._pool.url}
+        about = {"request_id": self._name.request_id, "url": self._pool.url}
         self._services.sampled_log.add(logging.WARNING, message, cause, **about)
 
 

@@ -72,22 +72,14 @@ _CONTEXT = HEADER.encode()
 NOT_PREPARED = Preparation(NO_ROUTING, None, None, None)
 
 
-def plan_of(services: Services, head: RequestHead, *, remembers: bool = False) -> ReadPlan | None:
-    """What to read a request's body for; None if it does not decide where the request goes.
-
-    remembers: whether its connection remembers turns.
-    """
-    if head.route is None or not head.route.placed:
-        return None
-    plan = head.derived(_make_plan, services)
-    return plan._replace(remembers=True) if remembers else plan
-
-
-def _make_plan(services: Services, head: RequestHead) -> ReadPlan:
+def plan_of(services: Services, head: RequestHead) -> ReadPlan | None:
+    """What to read a request's body for; None if it does not decide where the request goes. The
+    head keeps it: `RequestHead.derived`."""
     route = head.route
-    assert route is not None, "requests without a route are not read"
+    if route is None or not route.placed:
+        return None
     tenant, rules = services.tenants.of_headers(head.hints), services.bodies.hint_rules
-    return ReadPlan(
+    plan = ReadPlan(
         head.path,
         head.target,
         tuple(head.fields),
@@ -99,6 +91,8 @@ def _make_plan(services: Services, head: RequestHead) -> ReadPlan:
         rules.of(tenant.name, head.fields) if rules else None,
         tenant=tenant.name,
     )
+    head.keep(plan)
+    return plan
 
 
 def prepare(

@@ -58,6 +58,7 @@ import msgspec
 import orjson
 
 from scheduler.placement import PlacementRequest, WorkerView, score_all
+from sgl_ext.balancer.access.authentication import KeyFileReloader
 from sgl_ext.balancer.metrics.registry import Metrics
 from sgl_ext.balancer.reporting.activity import Activity, reason_of
 from sgl_ext.balancer.reporting.diagnosis import Detector, PromptDiagnosis
@@ -69,6 +70,7 @@ from sgl_ext.prompts.heads import NEW_VERSION, VERSION
 from sgl_ext.reading.client import NO_FACTS, ClientFacts
 from sgl_ext.reading.usage import Usage
 from sgl_ext.settings.schema import SettingsError
+from sgl_ext.tenants import Tenants
 
 MOST_WORKERS = 8
 
@@ -604,6 +606,14 @@ class SampledLog:
         self._seen.clear()
 
 
+def tenant_label(tenants: Tenants, key_file: KeyFileReloader | None, tenant: str) -> str | None:
+    """A tenant's label in metrics: clients may name tenants, but only the operator adds labels."""
+    in_keys = tenants.weights if key_file is None else key_file.keys.tenants
+    if not in_keys and not tenants.weights:
+        return None
+    return tenant if tenant in in_keys or tenant in tenants.weights else "other"
+
+
 MOST_REMEMBERED = 1024
 # What `count` does not see: it is for complete answers.
 _LOST = (Outcome.REJECTED, Outcome.FAILED, Outcome.CUT)
@@ -651,9 +661,11 @@ class RequestLog:
         if session is not None and ended.outcome in _LOST:
             about = ended.worker or "", ended.prompt_tokens, ended.facts, ended.session
             self._activity.add_error(ended.time_s, ended.tenant, session, *about)
-        if (reason := reason_of(ended.status, ended.outcome, ended.error)) is not None:
-            counted = self._activity.failures.add(ended.time_s, reason)
-            self._metrics.failed_requests.counts[(counted,)] += 1
+        if ended.outcome is not Outcome.COMPLETE or not _is_ok(ended):
+            reason = reason_of(ended.status, ended.outcome, ended.error)
+            if reason is not None:
+                counted = self._activity.failures.add(ended.time_s, reason)
+                self._metrics.failed_requests.counts[(counted,)] += 1
         if self._lines is not None:
             self._lines.add(as_line(ended))
         else:
@@ -732,6 +744,7 @@ class RequestLog:
             metrics.reported_tokens.counts[(worker,)] += usage.cached_tokens
             metrics.prediction_error_tokens.observe(worker, error_tokens)
         if routing.runs:
+            self._count_tokens(ended, worker, streams=streams)
             self._activity.add(
                 ended.time_s,
                 routing.tenant,
@@ -741,10 +754,9 @@ class RequestLog:
                 usage,
                 ended.ttft_s if _is_ok(ended) else None,
                 ended.facts,
-                routing.session_name,
+                ended.session,
             )
             metrics.clients.count(ended.facts, prompt_tokens, usage)
-            self._count_tokens(ended, worker, streams=streams)
         if ended.diagnosis is not None:
             self._add_finding(ended.diagnosis, prompt_tokens)
 

@@ -618,6 +618,7 @@ class Trials:
         """A request was answered in full."""
         if self._suspects.cases:
             self._suspects.answered(request.fingerprint)
+            self._try_waiting()
 
     def _ended(self, worker: Worker) -> None:
         if not _is_stopped(worker):

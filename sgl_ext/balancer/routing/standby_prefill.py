@@ -55,9 +55,10 @@ class StandbyPrefill:
     def consider(
         self, attempt: Attempt, head: RequestHead, body: bytes | bytearray, request_id: str
     ) -> None:
-        """Sends a request's prompt to a standby if its session, placed at home, needs one."""
+        """Sends a request's prompt to a standby if its session, placed at home, needs one. There
+        are several workers."""
         routing, home = attempt.routing, attempt.worker
-        if len(self.router.workers.all) == 1 or routing.session is None or routing.is_final:
+        if routing.session is None or routing.is_final:
             return
         if attempt.decoder is not None:  # such an engine prefills nothing ahead
             return
