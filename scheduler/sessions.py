@@ -20,14 +20,14 @@ class _Request(msgspec.Struct, frozen=True, gc=False):
 class Sessions:
     """Live sessions, at most `limit`: beyond it the one that is silent for longest is forgotten.
 
-    all_tokens: the tokens of the live sessions of all workers.
+    tokens: the tokens of each worker's live sessions. all_tokens: those of all workers.
     """
 
     def __init__(self, live_s: float, limit: int = 100_000) -> None:
         self._live_s = live_s
         self.limit = limit
         self._last: OrderedDict[int, _Request] = OrderedDict()
-        self._tokens: Counter[int] = Counter()
+        self.tokens: Counter[int] = Counter()
         self.all_tokens = 0
 
     def __len__(self) -> int:
@@ -38,18 +38,14 @@ class Sessions:
         found = self._last.get(session)
         return None if found is None else (found.worker, found.tokens)
 
-    def live_tokens(self, worker: int) -> int:
-        """The tokens of a worker's live sessions."""
-        return self._tokens.get(worker, 0)
-
     def record(self, session: int, worker: int, tokens: int, now_s: float) -> None:
         """Records a request of `tokens` that was sent to `worker`."""
         if (found := self._last.get(session)) is not None:
-            self._tokens[found.worker] -= found.tokens
+            self.tokens[found.worker] -= found.tokens
             self.all_tokens -= found.tokens
         self._last[session] = _Request(worker, tokens, now_s)
         self._last.move_to_end(session)
-        self._tokens[worker] += tokens
+        self.tokens[worker] += tokens
         self.all_tokens += tokens
         if len(self._last) > self.limit:
             self.end(next(iter(self._last)))
@@ -58,7 +54,7 @@ class Sessions:
         """Forgets a session."""
         found = self._last.pop(session, None)
         if found is not None:
-            self._tokens[found.worker] -= found.tokens
+            self.tokens[found.worker] -= found.tokens
             self.all_tokens -= found.tokens
 
     def expire(self, now_s: float) -> None:

@@ -15,10 +15,10 @@ from bench.sim.segments import Line, apply_line
 from bench.trace.calls import Call
 from radix.index import PrefixIndex
 from sgl_ext.balancer.routing.admission import AdmissionQueue
-from sgl_ext.balancer.routing.routing_request import RoutingRequest, agent_of
+from sgl_ext.balancer.routing.routing_request import RoutingRequest
 from sgl_ext.balancer.routing.worker import Attempt, Worker
 from sgl_ext.protocols.errors import BalancerError
-from sgl_ext.reading.client import session_key
+from sgl_ext.reading.client import agent_of, session_key
 
 SESSION_HEADER = "x-session-id"
 
@@ -52,7 +52,7 @@ class OurRouter:
             session,
             chain.hashes[0],
             self.router.prefixes.estimate_tokens(chain.ends[-1]),
-            agent=agent_of(chain, session),
+            agent=agent_of(session, chain),
         )
 
     def waits(self, call: Call, submit: Callable[[], None]) -> bool:

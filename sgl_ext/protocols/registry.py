@@ -1,7 +1,7 @@
 """Every protocol that requests may speak, by URL path and by name."""
 
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from types import MappingProxyType
 from typing import Any
 
@@ -63,17 +63,20 @@ PROTOCOLS = (RESPONSES, ANTHROPIC, CHAT, COUNT_TOKENS, COUNT_RESPONSE, OLLAMA_CH
 UNKNOWN = Protocol(paths=(), errors=OPENAI_ERRORS, generates=False)
 """The protocol of every other path: it has no prompt, no marks and no turns."""
 
-_BY_PATH = {path: protocol for protocol in PROTOCOLS for path in protocol.paths}
+
+class _ByPath(dict[str, Protocol]):
+    def __missing__(self, path: str) -> Protocol:
+        return UNKNOWN
+
+
+_BY_PATH = _ByPath({path: protocol for protocol in PROTOCOLS for path in protocol.paths})
+of_path: Callable[[str], Protocol] = _BY_PATH.__getitem__
+"""The protocol of requests to a URL path; UNKNOWN if it is none's."""
 _MEANT = frozenset((*(path for path in _BY_PATH if path.startswith("/v1/")), "/v1/models"))
 _BY_NAME = {protocol.name: protocol for protocol in PROTOCOLS if protocol.name}
 PATHS = tuple(_BY_PATH)
 GENERATING_PATHS = tuple(path for path, protocol in _BY_PATH.items() if protocol.generates)
 COUNTING_PATHS = tuple(path for path in PATHS if path not in GENERATING_PATHS)
-
-
-def of_path(path: str) -> Protocol:
-    """The protocol of requests to a URL path; UNKNOWN if it is none's."""
-    return _BY_PATH.get(path, UNKNOWN)
 
 
 def errors_of(path: str) -> ErrorShape:

@@ -10,7 +10,7 @@ import orjson
 import xxhash
 
 from sgl_ext.reading.hints import PRIORITY_HEADERS
-from sgl_ext.reading.segments import Chain
+from sgl_ext.reading.segments import Chain, salt_of
 from sgl_ext.wire.headers import GROUP_HEADER, TENANT_HEADER
 
 # The headers of agent harnesses; our own has precedence.
@@ -45,12 +45,6 @@ _HINTS = (
 _RAW = {name.encode(): name for name in _HINTS}
 
 
-def salt_of(headers: Mapping[str, str]) -> bytes:
-    """A salt that keeps the segments and conversations of different cache groups distinct."""
-    group = headers.get(GROUP_HEADER)
-    return b"" if group is None else b"g" + group.encode("utf-8", "surrogatepass")
-
-
 def session_key(headers: Mapping[str, str], body: Any, chain: Chain) -> int | None:
     """A number for an agent's conversation, equal for all its turns; None if it is unknown.
 
@@ -70,6 +64,18 @@ def session_key(headers: Mapping[str, str], body: Any, chain: Chain) -> int | No
         opening = b"%016x" % chain.opening
         return _key(headers, stated.encode("utf-8", "surrogatepass"), opening)
     return _key(headers, *(id.encode("utf-8", "surrogatepass") for id in (stated, "", agent)))
+
+
+_MIXER, _MASK = 0x9E3779B97F4A7C15F39CC0605CEDC835, (1 << 128) - 1
+
+
+def agent_of(session: int | None, chain: Chain) -> int | None:
+    """The agent whose memory is counted: one conversation of a session. A client states its
+    session's id itself, so that it could state one for many conversations."""
+    begin = chain.session
+    if session is None or begin is None:
+        return session
+    return (session * _MIXER ^ begin) & _MASK
 
 
 def thread_key(key: int | None, chain: Chain) -> int | None:

@@ -19,7 +19,7 @@ wrong guess of what a template renders costs a cache miss and nothing else.
 """
 
 from array import array
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from functools import cache
 from operator import sub
@@ -30,6 +30,7 @@ import orjson
 import xxhash
 
 from sgl_ext.reading.protocol import INSTRUCTION_ROLES, Json, Part, Protocol
+from sgl_ext.wire.headers import GROUP_HEADER
 
 # The canonical text of the parts of a request, in bytes: what reaches the prompt.
 #
@@ -197,6 +198,12 @@ class Chain(msgspec.Struct, frozen=True, gc=False):
     tool_segments: int = 0
     head_segments: int = 0
     opening: int = 0
+
+
+def salt_of(headers: Mapping[str, str]) -> bytes:
+    """A salt that keeps the segments and conversations of different cache groups distinct."""
+    group = headers.get(GROUP_HEADER)
+    return b"" if group is None else b"g" + group.encode("utf-8", "surrogatepass")
 
 
 def read_chain(protocol: Protocol, body: Any, *, salt: bytes = b"") -> Chain:

@@ -35,7 +35,6 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import cache
 from typing import Any, NamedTuple
 
-from sgl_ext.limits.bounds import values_of
 from sgl_ext.reading.protocol import INSTRUCTION_ROLES, Json, Part, Protocol
 from sgl_ext.reading.rewriting import DROPPED, altered, edited, reminder
 
@@ -395,8 +394,7 @@ class _Visitor:
         if part is Part.INSTANCES:
             return _each(value, self._instance)
         changed: dict[int, Any] = {}
-        roles = values_of(value, "role")  # many messages, and few of them are instructions
-        for at in [at for at, role in enumerate(roles) if role in INSTRUCTION_ROLES]:
+        for at in _instructions_in(value):
             item = value[at]
             text = item.get("content")
             if type(text) is str and not self._strip.finds(text):
@@ -441,6 +439,14 @@ class _Visitor:
 
     def _instance(self, instance: Any) -> Any:
         return _member(instance, "text", self._prompts)
+
+
+def _instructions_in(items: list[Any]) -> list[int]:
+    """The places of the few messages, of many, that are instructions."""
+    try:
+        return [at for at, item in enumerate(items) if item["role"] in INSTRUCTION_ROLES]
+    except (KeyError, TypeError):
+        return [at for at, item in enumerate(items) if _role(item) in INSTRUCTION_ROLES]
 
 
 def _each(items: list[Any], visit: Callable[[Any], Any]) -> Any:

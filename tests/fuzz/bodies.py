@@ -123,7 +123,7 @@ async def _prepared(services: Any, request: Request) -> Preparation:
         tenant = services.router.tenants.of_headers(plan.hints).name
         found = await services.bodies.conversations.find(reading, tenant)
         reading = services.reader.read(plan, request.body, found)
-    return prepare(services, request, plan, reading)
+    return prepare(services, request, plan, reading, services.models.choose(reading.model))
 
 
 async def _engine_reads(data: bytes) -> RequestContext:

@@ -21,7 +21,6 @@ from sgl_ext.reading.client import (
     hints_of,
     is_final,
     read_client,
-    salt_of,
     session_key,
     shown_name,
     stated_lease_s,
@@ -30,7 +29,7 @@ from sgl_ext.reading.client import (
     thread_key,
 )
 from sgl_ext.reading.hints import read_importance
-from sgl_ext.reading.segments import Chain, read_chain
+from sgl_ext.reading.segments import Chain, read_chain, salt_of
 
 # A session is what its client states, within one cache group and one tenant.
 

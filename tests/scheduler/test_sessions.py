@@ -13,9 +13,9 @@ def test_a_session_is_on_the_worker_of_its_last_request() -> None:
     sessions.record(7, 0, 100, now_s=0)
     sessions.record(7, 1, 150, now_s=1)
     assert sessions.home(7) == (1, 150)
-    assert (sessions.live_tokens(0), sessions.live_tokens(1)) == (0, 150)
+    assert (sessions.tokens[0], sessions.tokens[1]) == (0, 150)
     sessions.end(7)
-    assert (sessions.home(7), sessions.live_tokens(1)) == (None, 0)
+    assert (sessions.home(7), sessions.tokens[1]) == (None, 0)
 
 
 def test_a_silent_session_is_not_live() -> None:
@@ -23,9 +23,9 @@ def test_a_silent_session_is_not_live() -> None:
     sessions.record(1, 0, 100, now_s=0)
     sessions.record(2, 0, 200, now_s=30)
     sessions.expire(59.9)
-    assert sessions.live_tokens(0) == 300
+    assert sessions.tokens[0] == 300
     sessions.expire(60)
-    assert (sessions.home(1), sessions.home(2), sessions.live_tokens(0)) == (None, (0, 200), 200)
+    assert (sessions.home(1), sessions.home(2), sessions.tokens[0]) == (None, (0, 200), 200)
 
 
 def test_the_longest_silent_sessions_are_forgotten_first() -> None:
@@ -42,7 +42,7 @@ def test_the_sessions_of_a_lost_worker_are_forgotten() -> None:
     sessions.record(1, 0, 5, 0)
     sessions.record(2, 1, 5, 0)
     sessions.forget_worker(0)
-    assert (sessions.home(1), sessions.home(2), sessions.live_tokens(0)) == (None, (1, 5), 0)
+    assert (sessions.home(1), sessions.home(2), sessions.tokens[0]) == (None, (1, 5), 0)
 
 
 @given(st.lists(st.tuples(st.integers(0, 3), st.integers(0, 9), st.integers(0, 2)), max_size=60))
@@ -60,4 +60,4 @@ def test_the_totals_agree_with_the_sessions(steps: list[tuple[int, int, int]]) -
         assert len(homes) <= 4
         for each in range(3):
             tokens = sum(tokens for home, tokens in homes if home == each)
-            assert sessions.live_tokens(each) == tokens
+            assert sessions.tokens[each] == tokens

@@ -32,6 +32,9 @@ from sgl_ext.limits.bounds import MAX_WRITTEN_BYTES
 from sgl_ext.protocols.request_ids import NAMES
 from sgl_ext.wire.headers import rank_line
 
+_STREAM_HEADERS = {b"cache-control": b"no-cache", b"x-accel-buffering": b"no"}
+STREAM_LINES = header_lines([*_STREAM_HEADERS.items()], ())
+"""Of a stream: proxies must neither store nor collect its events."""
 NO_BODY = (204, 304)
 """Statuses of responses that have no body, whatever their length says."""
 _MAX_CACHED = 256
@@ -54,27 +57,20 @@ class ResponseHead:
         self.reason = reason
         self.streams = False
         self.is_named = False
+        lacking = _STREAM_HEADERS
         for name, value in headers:
             if name == b"content-type":
                 self.streams = value.startswith(b"text/event-stream")
             elif name in NAMES:
                 self.is_named = True
+            elif name in lacking:
+                lacking = {**lacking}
+                del lacking[name]
         # The balancer names the request to the client.
         self.coding = transfer_coding(headers)
         dropped = HOP_BY_HOP | NAMES | connection_options(headers)
         self.lines = header_lines(headers, dropped)
-        self.stream_lines = stream_lines(self.lines) if self.streams else b""
-
-
-STREAM_LINES = b"cache-control: no-cache\r\nx-accel-buffering: no\r\n"
-"""Of a stream: proxies must neither store nor collect its events."""
-
-
-def stream_lines(stated: bytes) -> bytes:
-    """The lines of STREAM_LINES whose names are not among the stated lines."""
-    rest = STREAM_LINES.splitlines(keepends=True)
-    names = {line.partition(b":")[0].lower() for line in stated.splitlines()}
-    return b"".join(line for line in rest if line.partition(b":")[0] not in names)
+        self.stream_lines = header_lines([*lacking.items()], ()) if self.streams else b""
 
 
 class ResponseHeadCache:

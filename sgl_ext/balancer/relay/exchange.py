@@ -442,7 +442,7 @@ class Exchange:
             while True:
                 try:
                     attempt = await self._place()
-                    await self._send(attempt)
+                    self.send(await self._connect(attempt))
                     body = await self._rest_of_response()  # callbacks relay what streams
                     break
                 except AttemptFailed as failure:
@@ -550,17 +550,14 @@ class Exchange:
             raise _Over  # the same request, sent earlier, answers
         if self._holder is not None and await self._is_passed_on(self._holder, reading):
             raise _Over
+        meant = models.named(reading.model)
         name = models.name_for_engine(reading.model, is_checked=reading.path in RESPONSES.paths)
-        if name is None:
-            return prepare(services, request, plan, reading, self._turns)
-        meant = models.find(reading.model)
-        request.body = body = with_model(body, name)
-        reading = await self._done(services.bodies.read(tenant, plan, body, None, self._turns))
-        preparation = prepare(services, request, plan, reading, self._turns)
-        if meant is None or preparation.pool is None or preparation.pool is meant:
-            return preparation
-        models.count_fallback(meant, preparation.pool)
-        return structs.replace(preparation, falls_back=True)
+        pool = models.serving(meant)
+        if name is not None:
+            request.body = body = with_model(body, name)
+            reading = await self._done(services.bodies.read(tenant, plan, body, None, self._turns))
+        preparation = prepare(services, request, plan, reading, pool, self._turns)
+        return preparation if pool is meant else structs.replace(preparation, falls_back=True)
 
     async def _admit(self) -> None:
         """Charges the request's tenant, and makes a context of the request if it asks for one."""
@@ -635,9 +632,9 @@ class Exchange:
         while not self._is_released:
             await self._news()
 
-    async def _send(self, attempt: Attempt | None) -> None:
-        """Sends the request to the attempt's worker, over a connection of its pool or over its way;
-        without an attempt, to the control plane in this process."""
+    async def _connect(self, attempt: Attempt | None) -> Upstream:
+        """A connection to the attempt's worker, or what its way has in place of one; without an
+        attempt, one to the control plane in this process."""
         services = self._services
         if self._wait_reason:
             self._queued_s = time.perf_counter() - self._arrived_s
@@ -648,7 +645,7 @@ class Exchange:
             self._connection = self._way.to_engine(attempt)
             self._pool = services.connections.to(attempt.answerer)
         connection = self._connection = self._connection or self._pool.lease()
-        self._write(connection or await self._opened())
+        return connection or await self._opened()
 
     async def _opened(self) -> Upstream:
         """A connection that is opened now."""
@@ -657,7 +654,8 @@ class Exchange:
             await self._news()
         return connection
 
-    def _write(self, connection: Upstream) -> None:
+    def send(self, connection: Upstream) -> None:
+        """Sends the request."""
         self._connecting, self._is_sent = None, True
         attempt, head, body = self._attempt, self._head, self._request.body
         if attempt is not None and attempt.sent_s is None:
@@ -872,7 +870,7 @@ class Exchange:
         try:
             await self._news()
         except _StaleConnection:
-            self._write(await self._opened())
+            self.send(await self._opened())
             await self._news()
         response = self._response
         head, body = response.head, response.end(self._last)
@@ -1276,7 +1274,7 @@ class Exchange:
             recorder = self._services.bodies.conversations.recorder(turn, head.tenant, self._turns)
             self._preparation = structs.replace(NOT_PREPARED, recorder=recorder)
         try:
-            await self._send(None)
+            self.send(await self._connect(None))
             body = await self._rest_of_response()
         except AttemptFailed as failure:
             if self._stage is RELAYING:

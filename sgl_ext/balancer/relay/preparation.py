@@ -100,9 +100,11 @@ def prepare(
     request: Request,
     plan: ReadPlan,
     reading: Reading,
+    pool: ModelPool,
     turns: LaneTurns | None = None,
 ) -> Preparation:
-    """How to route a request, whose tenant is not charged yet. turns: as of an exchange.
+    """How to route a request, whose tenant is not charged yet. pool: of the model that answers.
+    turns: as of an exchange.
 
     The body for the engine is put into `request.body`. Raises BalancerError 503 without room for
     the body.
@@ -127,8 +129,6 @@ def prepare(
     if plan.runs and (stated := stated_session(plan.hints, stripped.body)):
         tenant, hashes = plan.hints.get(TENANT_HEADER, ""), services.router.hashes_sessions
         session = shown_name(stated, tenant, hashes=hashes)
-    meant = services.models.named(reading.model)
-    pool = services.models.serving(meant)
     facts = head.facts
     if stripped.fields or session:
         facts = with_body(facts, stripped.fields, session)
@@ -174,7 +174,6 @@ def prepare(
         turn=turn,
         beat=reading.beat,
         pool=pool,
-        falls_back=pool is not meant,
         hints=reading.prompt.hints if reading.prompt is not None else (),
     )
 

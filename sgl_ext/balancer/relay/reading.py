@@ -193,6 +193,7 @@ class Reading(msgspec.Struct, frozen=True, gc=False):
     question: what it asks about its cache; None if nothing.
     settings: those that matter to the cache; None if no later request can name its answer.
     beat: what its stream says while the answer is awaited; b"" if it asks for no stream of events.
+    model: that the request names.
     """
 
     path: str
@@ -208,11 +209,7 @@ class Reading(msgspec.Struct, frozen=True, gc=False):
     question: Question | None = None
     settings: Settings | None = None
     beat: bytes = b""
-
-    @property
-    def model(self) -> object:
-        """The model that the request names."""
-        return self.stripped.body.get("model") if isinstance(self.stripped.body, dict) else None
+    model: object = None
 
 
 class BodyReader:
@@ -297,7 +294,7 @@ class BodyReader:
             counted = with_usage(path, document, body if sent is None else sent)
         sent = sent if counted is None else counted
         is_named = question is not None or (plan.runs and path in RESPONSES.paths)
-        is_named = is_named and isinstance(document, dict)
+        is_object = isinstance(document, dict)
         return Reading(
             path,
             sent,
@@ -310,13 +307,12 @@ class BodyReader:
             saved_bytes=saved_bytes,
             context=context,
             question=question,
-            settings=settings_of(document) if is_named else None,
-            beat=protocol.beat if plan.runs and _streams(document) else b"",
+            settings=settings_of(document) if is_named and is_object else None,
+            beat=protocol.beat
+            if plan.runs and is_object and document.get("stream") is True
+            else b"",
+            model=document.get("model") if is_object else None,
         )
-
-
-def _streams(document: Any) -> bool:
-    return isinstance(document, dict) and document.get("stream") is True
 
 
 def parse_json(body: bytes | bytearray) -> Any:

@@ -87,6 +87,7 @@ class Attempts:
             attempt.uncached_tokens = min(pending_tokens, longest)
             if held.in_flight is not None:
                 attempt.follows = self._followed(worker, held, held.in_flight)
+        tokens = self._prefixes.prompt_tokens(routing.chain, held, routing.prompt_tokens)
         prefix = self._prefixes.begin(routing.chain, worker.slot, held, expects=not routing.warms)
         if prefix is not None:
             attempt.in_flight_prefix = prefix
@@ -94,42 +95,30 @@ class Attempts:
         # One that waits for a prefix, or for kernels of an engine that has just come, is slow.
         if routing.runs and attempt.follows is None and worker.warmth(now_s) == 1.0:
             attempt.work_tokens = worker.total_pending_tokens(now_s) + attempt.uncached_tokens
-        attempt.running_tokens = worker.enter(attempt, uncached_tokens, now_s)
+        pending_tokens = attempt.uncached_tokens
+        attempt.running_tokens = worker.enter(attempt, uncached_tokens, now_s, pending_tokens)
         if decoder is not None:
             attempt.decoder_tokens = decoder.enter(attempt, routing.prompt_tokens, now_s)
-        worker.begins_prefill(attempt.uncached_tokens, now_s)
         if routing.session is not None:
             if routing.is_final:
                 self.sessions.end(routing.session)
             else:
                 self.sessions.record(routing.session, worker.slot, routing.prompt_tokens, now_s)
-            agent = routing.agent
-            if routing.runs and agent is not None and self.working_set is not None:
-                tokens = self._prefixes.prompt_tokens(routing.chain, held, routing.prompt_tokens)
-                share = routing.tenant, routing.priority
-                expected_tokens = attempt.expected_tokens
-                self._count_agent(agent, share, worker, tokens, expected_tokens, now_s)
+            if routing.runs and routing.agent is not None and self.working_set is not None:
+                self.working_set.begin(
+                    routing.agent,
+                    routing.tenant,
+                    worker.slot,
+                    # A size beyond the whole memory counts as 0: it is wrong.
+                    tokens if tokens <= worker.pool_tokens else 0,
+                    attempt.expected_tokens,
+                    now_s,
+                    routing.priority,
+                    worker.refill_s,
+                )
         for action in self.on_begin:
             action(attempt)
         return attempt
-
-    def _count_agent(
-        self,
-        agent: int,
-        share: tuple[str, int],
-        worker: Worker,
-        prompt_tokens: int,
-        held_tokens: int,
-        now_s: float,
-    ) -> None:
-        """Counts what an agent's request uses. share: its tenant and priority. A size beyond the
-        whole memory counts as 0: it is wrong."""
-        if self.working_set is not None:
-            tokens = prompt_tokens if prompt_tokens <= worker.pool_tokens else 0
-            tenant, priority = share
-            self.working_set.begin(
-                agent, tenant, worker.slot, tokens, held_tokens, now_s, priority, worker.refill_s
-            )
 
     def _followed(self, worker: Worker, held: HeldPrefix, prefix: InFlightPrefix) -> Attempt | None:
         """The attempt whose prefix is worth waiting for."""
@@ -167,8 +156,9 @@ class Attempts:
     def succeed(self, attempt: Attempt, output_tokens: int = 0) -> None:
         """The whole answer came, and it is no failure of the worker. output_tokens: its length, 0
         if it is unknown."""
-        now_s = self._clock()
-        if attempt.decoding:
+        now_s, has_decoded = self._clock(), attempt.decoding
+        self._end(attempt, now_s, now_s if attempt.routing.runs else None)
+        if has_decoded:
             tokens, took_s = output_tokens - 1, now_s - attempt.first_byte_s
             self.speeds.decoded(attempt.answerer.slot, tokens, took_s, now_s)
         if attempt.in_flight_prefix is not None:
@@ -177,7 +167,8 @@ class Attempts:
         attempt.worker.breaker.succeeded()
         if attempt.decoder is not None:
             attempt.decoder.breaker.succeeded()
-        self._end(attempt, now_s, now_s if attempt.routing.runs else None)
+        for action in self.on_end:
+            action()
 
     def fail(self, attempt: Attempt, *, by_worker: bool, answered: bool = False) -> None:
         """The worker failed, with an error response (`answered`) or without, or the client
@@ -190,6 +181,8 @@ class Attempts:
         if attempt.in_flight_prefix is not None:
             self._prefixes.in_flight.drop(attempt.in_flight_prefix)
         self._end(attempt, now_s)
+        for action in self.on_end:
+            action()
 
     def _end_prefill(self, attempt: Attempt) -> None:
         attempt.worker.ends_prefill(attempt.uncached_tokens)
@@ -218,8 +211,6 @@ class Attempts:
         tokens = attempt.running_tokens if attempt.decoder is None else attempt.decoder_tokens
         attempt.answerer.leave(attempt, tokens, heard_s)
         attempt.decoding = False
-        for action in self.on_end:
-            action()
 
     def record_of_peer(
         self,
@@ -242,8 +233,11 @@ class Attempts:
         if session is not None:
             self.sessions.record(session, worker.slot, prompt_tokens, now_s)
             held_tokens = max(prompt_tokens - uncached_tokens, 0)
-            share = tenant, priority
             agent = session if agent is None else agent
-            self._count_agent(agent, share, worker, prompt_tokens, held_tokens, now_s)
             if self.working_set is not None:
-                self.working_set.end(agent, now_s, worker.refill_s)
+                slot, refill_s = worker.slot, worker.refill_s
+                tokens = prompt_tokens if prompt_tokens <= worker.pool_tokens else 0
+                self.working_set.begin(
+                    agent, tenant, slot, tokens, held_tokens, now_s, priority, refill_s
+                )
+                self.working_set.end(agent, now_s, refill_s)

@@ -7,7 +7,6 @@
 
 import itertools
 import time
-from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property, partial, reduce
@@ -32,7 +31,7 @@ from scheduler.speeds import EVEN
 from scheduler.suspects import Suspects
 from sgl_ext.balancer.metrics.registry import Metrics
 from sgl_ext.balancer.routing.attempts import FOLLOW_TOKENS, Attempts
-from sgl_ext.balancer.routing.prefixes import HeldBySlot, Prefixes, slower_tokens
+from sgl_ext.balancer.routing.prefixes import HeldBySlot, HeldPrefix, Prefixes
 from sgl_ext.balancer.routing.routing_request import Prompt, RoutingRequest, read_prompt
 from sgl_ext.balancer.routing.worker import DECODE, Attempt, Worker
 from sgl_ext.balancer.routing.workers import WorkerSet, can_answer
@@ -46,7 +45,7 @@ from sgl_ext.wire.headers import TENANT_HEADER
 # requests come that none has to read more than a few workers again.
 REREAD_S = 1.0
 _MOST_REREAD = 16
-_NO_PREFIX = HeldBySlot()
+_NO_PREFIX, _NOTHING = HeldBySlot(), HeldPrefix()
 PASS_S = 1.0
 """What has expired is forgotten this much later, so that not every request has to look for it."""
 
@@ -180,18 +179,20 @@ class Fleet:
         """The mean of all workers' session tokens; None where a decision compares all workers."""
         return self._sessions.all_tokens / len(self._workers.all) if self.is_large else None
 
-    def view(self, worker: Worker, find: Callable[[int], int], now_s: float) -> WorkerView:
-        """find: the tokens that are held under a slot."""
-        held_tokens, host_tokens, shared_tokens = find(worker.slot), 0, 0
-        if worker.has_tiers:
-            host_tokens, shared_tokens = slower_tokens(worker, held_tokens, find)
-        session_tokens = self._sessions.live_tokens(worker.slot)
-        return worker.view(now_s, session_tokens, held_tokens, host_tokens, shared_tokens)
+    def view(self, worker: Worker, held: HeldPrefix, now_s: float) -> WorkerView:
+        """held: what the worker holds of the prompt."""
+        return worker.view(
+            now_s,
+            self._sessions.tokens[worker.slot],
+            held.expected_tokens,
+            held.host_tokens,
+            held.shared_tokens,
+        )
 
     def load_changed(self, worker: Worker, now_s: float) -> None:
         """Call it when the load of a worker has changed."""
         if self.is_large and worker.role != DECODE:
-            view = self.view(worker, _nothing, now_s)
+            view = self.view(worker, _NOTHING, now_s)
             self._shortlist.put(worker.slot, rendezvous(0, worker.id), view)
 
     def forget(self, worker: Worker) -> None:
@@ -247,10 +248,6 @@ class Fleet:
         return [reduce(or_, map(self._workers.mask_of, bits_of(mask))) for mask in groups]
 
 
-def _nothing(slot: int) -> int:
-    return 0
-
-
 # Of more workers, a session that stays home lists its own and those that hold most of the prompt.
 MOST_LISTED = 8
 _NO_VIEW = WorkerView("")
@@ -284,7 +281,9 @@ class Homes:
             # Slots differ between balancers, so that they are no reason to prefer a worker.
             homes = [worker.id for slot in slots if (worker := self._workers.at_slot(slot))]
             found = self._workers.find(chosen_of(routing.prefix, homes)) if homes else None
-        answer_tokens = self._attempts.speeds.answer_tokens(routing.output_tokens)
+        speeds, answer_tokens = self._attempts.speeds, 0.0
+        if speeds.steps:
+            answer_tokens = speeds.answer_tokens(routing.output_tokens)
         home_id = None if found is None else found.id
         request = PlacementRequest(
             routing.prompt_tokens, routing.prefix, home_id, last_tokens, answer_tokens
@@ -303,15 +302,15 @@ class Homes:
         little waits there, the time does not grow with the number of workers."""
         if home is None or home not in candidates:
             return None, _NO_VIEW
-        view = self._fleet.view(home, held.tokens, now_s)
-        at = self._workers.at_slot
+        there, at = held.of(home), self._workers.at_slot
         most: float
         if self._workers.has_tiers:
-            find = defaultdict(int, held.holders()).__getitem__
-            views = (self._fleet.view(w, find, now_s) for w in candidates.all if w is not home)
+            others = [w for w in candidates.all if w is not home]
+            views = (self._fleet.view(w, held.of(w), now_s) for w in others)
             most = max((other.saved for other in views), default=0)
         else:
             most = held.most_tokens(home.slot, lambda slot: at(slot) in candidates)
+        view = self._fleet.view(home, there, now_s)
         reason = stays(request, view, most)
         if reason == "moved":
             found = self._fleet.compared(candidates, held, home, lambda w: w is not home, now_s)
@@ -445,14 +444,14 @@ class Router:
         home, view = self.homes.find(request, known, candidates, held, now_s)
         has_capacity = partial(candidates.has_capacity, held=held)
         if home is not None and has_capacity(home):
-            views = [view]
-            if self.lists_others or not self.fleet.is_large:
+            views, count = [view], len(self.workers.all)
+            if count > 1 and (self.lists_others or count <= SMALL_FLEET):
                 views = self.homes.views_beside(home, view, candidates, held, now_s)
             return self._begin(routing, home, "home", held, views, candidates)
         open_workers = self.fleet.compared(candidates, held, known, has_capacity, now_s)
         if not open_workers:
             return None if home is None else self._beyond(routing, home, view, held, candidates)
-        views = [self.fleet.view(w, held.tokens, now_s) for w in open_workers]
+        views = [self.fleet.view(w, held.of(w), now_s) for w in open_workers]
         if waits_for_home and home is not None:
             more_saved = view.saved - max(other.saved for other in views)
             if more_saved >= FOLLOW_TOKENS:
@@ -608,7 +607,7 @@ class Router:
         now_s = self.clock()
         held = self.prefixes.lookup(chain)
         available = [w for w in self.workers.all if w.is_available and w.role != DECODE]
-        return [(w, self.fleet.view(w, held.tokens, now_s)) for w in available]
+        return [(w, self.fleet.view(w, held.of(w), now_s)) for w in available]
 
     def forget(self, worker: Worker) -> None:
         """Forgets what was known of a worker that is gone, and of its cache."""
@@ -636,7 +635,7 @@ def explain(router: Router, routing: RoutingRequest) -> dict[str, Any]:
     held = router.prefixes.lookup(routing.chain, routing.others)
     candidates = router.candidates(routing, set())
     workers = [worker for worker in router.workers.all if worker.role != DECODE]
-    views = {w: router.fleet.view(w, held.tokens, now_s) for w in workers}
+    views = {w: router.fleet.view(w, held.of(w), now_s) for w in workers}
     request, home = router.homes.request_of(routing, held)
     compared = router.fleet.compared(candidates, held, home, lambda _: True, now_s)
     mean_sessions = router.fleet.mean_sessions

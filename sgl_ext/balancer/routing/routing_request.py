@@ -5,7 +5,7 @@ from typing import Any
 
 import msgspec
 
-from sgl_ext.reading.client import is_final, salt_of, session_key, stated_name
+from sgl_ext.reading.client import agent_of, is_final, session_key, stated_name
 from sgl_ext.reading.hints import Importance, honoured_hints, read_importance
 from sgl_ext.reading.protocol import Protocol
 from sgl_ext.reading.segments import (
@@ -14,6 +14,7 @@ from sgl_ext.reading.segments import (
     longest_of,
     read_batch,
     read_chain,
+    salt_of,
     with_sorted_tools,
 )
 from sgl_ext.wire.headers import NO_DEFAULTS, DefaultHints
@@ -66,6 +67,7 @@ def read_prompt(
         others.remove(chain := longest_of(batch))
         size_bytes = distinct_bytes(batch) or size_bytes
     session, stated = session_key(headers, body, chain), stated_name(headers, body)
+    agent = agent_of(session, chain)
     return Prompt(
         chain,
         session,
@@ -76,21 +78,9 @@ def read_prompt(
         stated,
         tuple(others),
         honoured_hints(headers, body, ceiling),
-        agent_of(chain, session),
+        agent,
         is_final(headers) if headers else False,
     )
-
-
-_MIXER, _MASK = 0x9E3779B97F4A7C15F39CC0605CEDC835, (1 << 128) - 1
-
-
-def agent_of(chain: Chain, session: int | None) -> int | None:
-    """The agent whose memory is counted: one conversation of a session. A client states its
-    session's id itself, so that it could state one for many conversations."""
-    begin = chain.session
-    if session is None or begin is None:
-        return session
-    return (session * _MIXER ^ begin) & _MASK
 
 
 class RoutingRequest(msgspec.Struct, frozen=True, gc=False):

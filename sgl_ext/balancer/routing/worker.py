@@ -304,13 +304,17 @@ class Worker:
         self.is_owing = self.is_stalled = False
         self.left_tokens = 0
 
-    def enter(self, attempt: Attempt, uncached_tokens: int, now_s: float) -> int:
-        """It gets the request of an attempt; returns the tokens that this counts with. If it had
-        nothing to do, its silence begins now."""
+    def enter(
+        self, attempt: Attempt, uncached_tokens: int, now_s: float, pending_tokens: int = 0
+    ) -> int:
+        """It gets the request of an attempt, and so many tokens more to prefill; returns the tokens
+        that the request counts with. If it had nothing to do, its silence begins now."""
         if not self.in_flight and not self.is_owing:
             self.last_heard_s = now_s
         self.in_flight += 1
         self.attempts.add(attempt)
+        self.pending_tokens += pending_tokens
+        self.recent_prefill.add(pending_tokens, now_s)
         routing, capacity = attempt.routing, self.capacity
         if not routing.runs:
             return 0
@@ -337,11 +341,6 @@ class Worker:
         elif attempt.routing.runs:
             routing = attempt.routing
             self.running.remove(routing.priority, tokens, routing.tenant, routing.prompts)
-
-    def begins_prefill(self, tokens: int, now_s: float) -> None:
-        """It has so many tokens more to compute."""
-        self.pending_tokens += tokens
-        self.recent_prefill.add(tokens, now_s)
 
     def ends_prefill(self, tokens: int) -> None:
         """It has computed so many tokens, or does not have to."""

@@ -44,7 +44,6 @@ from sgl_ext.reading.client import (
     gives_cache_back,
     is_final,
     read_client,
-    salt_of,
     session_key,
     stated_lease_s,
     stated_session,
@@ -56,6 +55,7 @@ from sgl_ext.reading.segments import (
     Chain,
     read_batch,
     read_chain,
+    salt_of,
     with_sorted_schemas,
     with_sorted_tools,
 )

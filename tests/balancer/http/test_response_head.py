@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from sgl_ext.balancer.http.upstream import ResponseHead, ResponseHeadCache, stream_lines
+from sgl_ext.balancer.http.upstream import ResponseHead, ResponseHeadCache
 
 HEAD = b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream; x\r\nKeep-Alive: 5\r\nContent-Length: "
 FIELDS = [(b"content-type", b"text/event-stream; x"), (b"keep-alive", b"5"), (b"x-a", b"1")]
@@ -81,7 +81,9 @@ def test_the_cache_of_response_heads_is_bounded() -> None:
 
 
 def test_a_stream_is_neither_stored_nor_collected_by_proxies() -> None:
-    assert stream_lines(b"content-type: text/event-stream\r\n") == (
+    stream = (b"content-type", b"text/event-stream")
+    assert ResponseHead(200, b"OK", [stream]).stream_lines == (
         b"cache-control: no-cache\r\nx-accel-buffering: no\r\n"
     )
-    assert stream_lines(b"Cache-Control: no-store\r\n") == b"x-accel-buffering: no\r\n"
+    stated = (b"cache-control", b"no-store")
+    assert ResponseHead(200, b"OK", [stream, stated]).stream_lines == b"x-accel-buffering: no\r\n"
