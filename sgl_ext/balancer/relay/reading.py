@@ -295,6 +295,7 @@ class BodyReader:
         sent = sent if counted is None else counted
         is_named = question is not None or (plan.runs and path in RESPONSES.paths)
         is_object = isinstance(document, dict)
+        streams = plan.runs and is_object and document.get("stream") is True
         return Reading(
             path,
             sent,
@@ -308,9 +309,7 @@ class BodyReader:
             context=context,
             question=question,
             settings=settings_of(document) if is_named and is_object else None,
-            beat=protocol.beat
-            if plan.runs and is_object and document.get("stream") is True
-            else b"",
+            beat=protocol.beat if streams else b"",
             model=document.get("model") if is_object else None,
         )
 
