@@ -103,6 +103,9 @@ class _Queued:
     def rejected(self, error: BalancerError) -> None:
         raise AssertionError(error.message)
 
+    def abandon(self, reason: str) -> None:
+        raise AssertionError(reason)
+
 
 class AdmittingRouter(OurRouter):
     """With the admission queue. Engines report their memory, so that agents can be held back for

@@ -409,7 +409,13 @@ class _Visitor:
 
     def _content(self, value: Any) -> Any:
         """A text, or a list of texts and of blocks with a `text`."""
-        return _each(value, self._block) if isinstance(value, list) else self._text(value)
+        if not isinstance(value, list):
+            return self._text(value)
+        for block in value:
+            text = block.get("text") if isinstance(block, dict) else block
+            if isinstance(text, str) and self._strip.finds(text):
+                return _each(value, self._block)
+        return value
 
     def _block(self, value: Any) -> Any:
         return self._text(value) if isinstance(value, str) else _member(value, "text", self._text)

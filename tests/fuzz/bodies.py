@@ -192,7 +192,7 @@ async def _services() -> Any:
     return SimpleNamespace(
         tenants=tenants,
         router=router,
-        models=SimpleNamespace(named=lambda _: pool, serving=lambda _: pool),
+        models=SimpleNamespace(choose=lambda _: pool),
         bodies=SimpleNamespace(conversations=await _conversations(metrics), hint_rules=None),
         rate_limits=RateLimits(None, metrics),
         request_log=SimpleNamespace(detector=None),

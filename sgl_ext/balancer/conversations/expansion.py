@@ -103,8 +103,9 @@ def item_documents(output: list[Any]) -> list[Document]:
 
 
 _PARSED_BYTES = 64 << 20
-_RESPONSES = (*RESPONSES.paths, *COUNT_RESPONSE.paths)
-_TURNS = (*_RESPONSES, *threads.PATHS)
+STORED_PATHS = (*RESPONSES.paths, *COUNT_RESPONSE.paths)
+"""Of requests that may be a turn to store, whatever fields they have."""
+_TURNS = (*STORED_PATHS, *threads.PATHS)
 
 
 class Named(NamedTuple):
@@ -206,7 +207,7 @@ class Expander:
         """Whether a request may be a turn to store, for `expand`. may_name: whether it has a field
         that could name what is stored: a turn of /v1/messages has one, `thread`."""
         if self.keeps_turns:
-            return path in (_TURNS if may_name else _RESPONSES)
+            return path in (_TURNS if may_name else STORED_PATHS)
         return remembers and path in RESPONSES.paths
 
     def expand(
@@ -231,7 +232,7 @@ class Expander:
         return Expanded(body, turn, marks_left_out, context)
 
     def _continues(self, path: str, remembers: bool) -> bool:
-        return path in _RESPONSES and (self.keeps_turns or remembers)
+        return path in STORED_PATHS and (self.keeps_turns or remembers)
 
     def _insert_context(
         self, path: str, body: _Json, id: Any, texts: Any, found: list[bytes] | None

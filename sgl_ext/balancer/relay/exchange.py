@@ -712,7 +712,6 @@ class Exchange:
         """An attempt has begun."""
         self._attempt = self._last_attempt = attempt
         self._is_sent = self._is_answered = False
-        attempt.serves(self)
         if self._is_waiting:
             self._wake()
 
@@ -1075,7 +1074,6 @@ class Exchange:
         metrics.retries.inc()
         metrics.placements.counts[("moved",)] += 1
         attempt = self._model.router.take_over(attempt, worker)
-        attempt.serves(self)
         self._attempt = self._last_attempt = attempt
         self._attempts += 1
         self.tried.add(worker)

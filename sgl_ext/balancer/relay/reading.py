@@ -16,7 +16,7 @@ import msgspec
 import orjson
 
 from sgl_ext.balancer.conversations import contexts
-from sgl_ext.balancer.conversations.expansion import Expander, Found, Named, Turn
+from sgl_ext.balancer.conversations.expansion import STORED_PATHS, Expander, Found, Named, Turn
 from sgl_ext.balancer.routing.routing_request import Prompt, read_prompt
 from sgl_ext.limits.bounds import MAX_TOOLS, UNCOUNTED_BYTES, Excess, find_excess, find_many
 from sgl_ext.prompts.blocks import NamedBlock
@@ -237,7 +237,9 @@ class BodyReader:
         if plan.warms and (detected := _prefill_protocol(plan, document)) is not None:
             protocol, path = detected, detected.paths[0]
         may_name = type(document) is dict and not _NAMING.isdisjoint(document)
-        has_turns = self.expander.has_turns(path, remembers=plan.remembers, may_name=may_name)
+        has_turns = False
+        if may_name or path in STORED_PATHS:
+            has_turns = self.expander.has_turns(path, remembers=plan.remembers, may_name=may_name)
         if found is None and (may_name or has_turns):
             named = self.expander.names(path, document, remembers=plan.remembers)
             if named is not None:

@@ -52,7 +52,7 @@ from sgl_ext.balancer.metrics.registry import BANDS, Metrics, band
 from sgl_ext.balancer.routing.prefixes import HeldBySlot
 from sgl_ext.balancer.routing.router import Router, allowed
 from sgl_ext.balancer.routing.routing_request import RoutingRequest
-from sgl_ext.balancer.routing.worker import DECODE, PREFILL, Attempt, Worker
+from sgl_ext.balancer.routing.worker import DECODE, PREFILL, Attempt, ServedRequest, Worker
 from sgl_ext.protocols.errors import BalancerError, no_engine
 
 log = logging.getLogger(__name__)
@@ -75,7 +75,7 @@ _MOST_HELD_TRIED = 256
 _OVERFLOW = 64
 
 
-class QueuedRequest(Protocol):
+class QueuedRequest(ServedRequest, Protocol):
     """A request to be placed. `placed` or `rejected` is called once, at once or later."""
 
     routing: RoutingRequest
@@ -152,7 +152,7 @@ class AdmissionQueue:
     def place(self, request: QueuedRequest) -> bool:
         """Places or rejects a request now, or queues it. False if it is queued."""
         now_s = self.clock()
-        return not self._hold(request, now_s) and self._place(request, now_s, now_s)
+        return self._place(request, now_s, now_s, may_hold=True)
 
     def _hold(self, request: QueuedRequest, now_s: float) -> bool:
         """Holds a request back if its agent does not fit. A retry is not held back, nor any while
@@ -171,10 +171,14 @@ class AdmissionQueue:
         due_s = due_at(arrived_s, routing.due_s)
         return Waiting(routing.priority, arrived_s, cost_tokens, routing.tenant, due_s)
 
-    def _place(self, request: QueuedRequest, arrived_s: float, now_s: float) -> bool:
+    def _place(
+        self, request: QueuedRequest, arrived_s: float, now_s: float, *, may_hold: bool = False
+    ) -> bool:
+        if may_hold and self._hold(request, now_s):
+            return False
         routing = request.routing
         if not (self._queue.entries and routing.runs):
-            attempt = self.router.place(routing, request.tried, waits_for_home=True)
+            attempt = self.router.place(routing, request.tried, request, waits_for_home=True)
         elif routing.priority >= self._queue.highest_priority:
             attempt = self._pass_queue(request, now_s)
         else:
@@ -196,7 +200,7 @@ class AdmissionQueue:
         """Begins the attempt of a request whose prompt is at hand, if it is. Others wait, so it
         counts for its tenant."""
         routing = request.routing
-        attempt = self.router.place_at_hand(routing, request.tried)
+        attempt = self.router.place_at_hand(routing, request.tried, request)
         if attempt is not None:
             cost_tokens = attempt.uncached_tokens + routing.output_tokens
             self._served.add(routing.tenant, cost_tokens, now_s)
@@ -319,7 +323,9 @@ class AdmissionQueue:
             ):
                 continue
             may_be_passed = now_s - entry.passed_over_s < HOME_WAIT_S
-            attempt = self.router.place(routing, request.tried, waits_for_home=may_be_passed)
+            attempt = self.router.place(
+                routing, request.tried, request, waits_for_home=may_be_passed
+            )
             if attempt is not None:
                 self._placed(entry, request, attempt, now_s)
                 any_placed = True

@@ -15,7 +15,7 @@ from scheduler.speeds import Speeds
 from scheduler.working_set import WorkingSet
 from sgl_ext.balancer.routing.prefixes import HeldPrefix, Prefixes
 from sgl_ext.balancer.routing.routing_request import RoutingRequest
-from sgl_ext.balancer.routing.worker import Attempt, Worker, unknown
+from sgl_ext.balancer.routing.worker import Attempt, ServedRequest, Worker, unknown
 
 SESSION_LIVE_S = 60.0
 # How long an engine has to report a prefix that it has computed.
@@ -54,6 +54,7 @@ class Attempts:
         held: HeldPrefix,
         considered: Sequence[WorkerView] = (),
         decoder: Worker | None = None,
+        served: ServedRequest | None = None,
         *,
         is_beyond: bool = False,
         held_at: Callable[[str], int | None] = unknown,
@@ -71,6 +72,7 @@ class Attempts:
             held.tokens + slower_tokens,
             held.expected_tokens + slower_tokens,
             began_s=now_s,
+            served=served,
             decoder=decoder,
             is_beyond=is_beyond,
         )

@@ -33,7 +33,7 @@ from sgl_ext.balancer.metrics.registry import Metrics
 from sgl_ext.balancer.routing.attempts import FOLLOW_TOKENS, Attempts
 from sgl_ext.balancer.routing.prefixes import HeldBySlot, HeldPrefix, Prefixes
 from sgl_ext.balancer.routing.routing_request import Prompt, RoutingRequest, read_prompt
-from sgl_ext.balancer.routing.worker import DECODE, Attempt, Worker
+from sgl_ext.balancer.routing.worker import DECODE, Attempt, ServedRequest, Worker
 from sgl_ext.balancer.routing.workers import WorkerSet, can_answer
 from sgl_ext.protocols.registry import of_path
 from sgl_ext.reading.client import shown_name
@@ -427,9 +427,15 @@ class Router:
         )
 
     def place(
-        self, routing: RoutingRequest, tried: set[Worker], *, waits_for_home: bool = False
+        self,
+        routing: RoutingRequest,
+        tried: set[Worker],
+        served: ServedRequest | None = None,
+        *,
+        waits_for_home: bool = False,
     ) -> Attempt | None:
-        """Begins an attempt on a worker, one that is not in `tried` if there is one.
+        """Begins an attempt on a worker, one that is not in `tried` if there is one, for the
+        request that it serves.
 
         None if no worker has capacity, or if the worker that its session stays on has none and
         the request `waits_for_home`.
@@ -447,10 +453,12 @@ class Router:
             views, count = [view], len(self.workers.all)
             if count > 1 and (self.lists_others or count <= SMALL_FLEET):
                 views = self.homes.views_beside(home, view, candidates, held, now_s)
-            return self._begin(routing, home, "home", held, views, candidates)
+            return self._begin(routing, home, "home", held, views, candidates, served)
         open_workers = self.fleet.compared(candidates, held, known, has_capacity, now_s)
         if not open_workers:
-            return None if home is None else self._beyond(routing, home, view, held, candidates)
+            if home is None:
+                return None
+            return self._beyond(routing, home, view, held, candidates, served)
         views = [self.fleet.view(w, held.of(w), now_s) for w in open_workers]
         if waits_for_home and home is not None:
             more_saved = view.saved - max(other.saved for other in views)
@@ -460,7 +468,7 @@ class Router:
         chosen = place(request, views, self.fleet.mean_sessions, moves=moves)
         assert chosen is not None, "some worker has capacity"
         worker = next(w for w in open_workers if w.id == chosen.worker)
-        return self._begin(routing, worker, chosen.reason, held, views, candidates)
+        return self._begin(routing, worker, chosen.reason, held, views, candidates, served)
 
     def uncached_tokens(self, routing: RoutingRequest) -> int:
         """An estimate of the tokens of a prompt that no worker holds, on any tier."""
@@ -487,7 +495,9 @@ class Router:
                 worker.weights = speeds.weights(slot)
                 self.fleet.load_changed(worker, now_s)
 
-    def place_at_hand(self, routing: RoutingRequest, tried: set[Worker]) -> Attempt | None:
+    def place_at_hand(
+        self, routing: RoutingRequest, tried: set[Worker], served: ServedRequest | None = None
+    ) -> Attempt | None:
         """Begins an attempt on the worker that its session stays on, beyond the worker's capacity.
         None if the prompt is not at hand there, or if too many were sent beyond it."""
         now_s = self.clock()
@@ -495,7 +505,9 @@ class Router:
         held = self.prefixes.lookup(routing.chain, routing.others)
         request, known = self.homes.request_of(routing, held)
         home, view = self.homes.find(request, known, candidates, held, now_s)
-        return None if home is None else self._beyond(routing, home, view, held, candidates)
+        if home is None:
+            return None
+        return self._beyond(routing, home, view, held, candidates, served)
 
     def _beyond(
         self,
@@ -504,12 +516,13 @@ class Router:
         view: WorkerView,
         held: HeldBySlot,
         candidates: Candidates,
+        served: ServedRequest | None,
     ) -> Attempt | None:
         there = held[home.slot]
         tokens = self.prefixes.prompt_tokens(routing.chain, there, routing.prompt_tokens)
         if not candidates.may_go_beyond(home, tokens, there.tokens):
             return None
-        return self._begin(routing, home, "home", held, [view], candidates, is_beyond=True)
+        return self._begin(routing, home, "home", held, [view], candidates, served, is_beyond=True)
 
     def _begin(
         self,
@@ -519,6 +532,7 @@ class Router:
         held: HeldBySlot,
         views: list[WorkerView],
         candidates: Candidates,
+        served: ServedRequest | None,
         *,
         is_beyond: bool = False,
     ) -> Attempt:
@@ -532,6 +546,7 @@ class Router:
             held.of(worker),
             views,
             decoder,
+            served,
             is_beyond=is_beyond,
             held_at=partial(self._held_at, held),
         )
@@ -550,10 +565,11 @@ class Router:
     def take_over(self, attempt: Attempt, worker: Worker) -> Attempt:
         """Ends an attempt whose worker failed, and begins one on the worker that serves the
         request in its place: somebody else chose it."""
+        served = attempt.served
         self.attempts.fail(attempt, by_worker=True)
-        held = self.prefixes.lookup(attempt.routing.chain)
+        held = self.prefixes.lookup(attempt.routing.chain).of(worker)
         placement = Placement(worker.id, "moved")
-        begun = self.attempts.begin(attempt.routing, worker, placement, held.of(worker))
+        begun = self.attempts.begin(attempt.routing, worker, placement, held, served=served)
         self.fleet.load_changed(worker, self.clock())
         return begun
 

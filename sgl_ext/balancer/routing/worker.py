@@ -52,7 +52,7 @@ def unknown(worker: str) -> int | None:
     return None
 
 
-class Served(Protocol):
+class ServedRequest(Protocol):
     """The request that an attempt serves."""
 
     def abandon(self, reason: str) -> None:
@@ -81,7 +81,7 @@ class Attempt(msgspec.Struct, eq=False):
     running_tokens: what the attempt counts with in the worker's `running`. decoder_tokens: the same
         in that of the decoder, which holds no prefix.
     follows: the attempt that computes a prefix this one waits for; `followers` wait for this one.
-    served: the request, while the attempt runs.
+    served: the request, while the attempt runs: it learns if the attempt is abandoned.
     """
 
     routing: RoutingRequest
@@ -103,13 +103,9 @@ class Attempt(msgspec.Struct, eq=False):
     in_flight_prefix: InFlightPrefix | None = None
     follows: "Attempt | None" = None
     followers: list[Callable[[], None]] = []
-    served: Served | None = None
+    served: ServedRequest | None = None
     decoder: "Worker | None" = None
     is_beyond: bool = False
-
-    def serves(self, request: Served) -> None:
-        """The request learns if the attempt is abandoned."""
-        self.served = request
 
     def abandon(self, reason: str) -> None:
         """The worker will not answer."""
