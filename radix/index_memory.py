@@ -199,14 +199,14 @@ def matches_in(table: Table, mask: Callable[[int], int], hashes: Sequence[int]) 
     """Each worker's longest match with a chain of hashes, the deepest first.
 
     A worker is in at most one match, and in none if it holds nothing. A lookup does not count as a
-    use. O(distinct depths * log(length)). mask: the bitmask of a row's holders.
+    use. O(distinct depths * log(length)). mask: the bitmask of several holders of a row.
     """
     found: list[Match] = []
     slots, low, holders, last = table.slots, table.low, table.holders, table.last
     highest = len(hashes)
     first = table.row(hashes[0]) if highest else 0
     code = holders[first]
-    remaining = all_workers = named = mask(code)
+    remaining = all_workers = named = 1 << code >> 1 if code <= MAX_WORKERS else mask(code)
     while remaining:
         # Each row is read once, so every step makes progress, whatever changes meanwhile.
         deepest, row, workers = 1, first, all_workers & remaining
@@ -223,7 +223,8 @@ def matches_in(table: Table, mask: Callable[[int], int], hashes: Sequence[int]) 
                     probe = 0
                     break
             if (found_code := holders[probe]) != code:
-                code, named = found_code, mask(found_code)
+                code = found_code  # one worker, as of most rows, is its own mask
+                named = 1 << code >> 1 if code <= MAX_WORKERS else mask(code)
             if held := named & remaining:
                 deepest, row, workers, lowest = middle, probe, held, middle + 1
             else:
@@ -244,8 +245,13 @@ class IndexView:
         self._memory = memory
         self._table = table
 
-    def __len__(self) -> int:
+    @property
+    def count(self) -> int:
+        """How many segments there are."""
         return self._active().header[COUNT]
+
+    def __len__(self) -> int:
+        return self.count
 
     def matches(self, hashes: Sequence[int]) -> list[Match]:
         """As `PrefixIndex.matches`."""

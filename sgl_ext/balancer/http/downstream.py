@@ -214,14 +214,17 @@ class DownstreamConnection(asyncio.BufferedProtocol):
     def _end_exchange(self) -> None:
         request, self._request, self._exchange = self._request, None, None
         assert request is not None
+        is_last = not request.keep_alive or self._server.draining
+        if is_last:
+            self._close(linger=request.unread)
         if self.paused:  # the client has not read it all
             request.hold.set(self._transport.get_write_buffer_size())
             self._unsent = request.hold
         else:
             request.hold.release()
-        if not request.keep_alive or self._server.draining:
-            self._close(linger=request.unread)
-        elif self._reader.ahead or self._reading_paused:
+        if is_last:
+            return
+        if self._reader.ahead or self._reading_paused:
             self._start_next()
         else:
             self.deadline = self._server.now + IDLE_S

@@ -20,6 +20,7 @@ from typing import Any, NamedTuple
 import httptools
 import xxhash
 
+from sgl_ext.balancer.http.body_codings import ENCODINGS
 from sgl_ext.key_file import ApiKey
 from sgl_ext.protocols import request_ids
 from sgl_ext.protocols.errors import BalancerError
@@ -96,6 +97,7 @@ _NOT_UPSTREAM = (
     }
     | {name.encode() for name in OF_REQUESTS}
 )
+_NO_CODING = b"identity"
 LENGTH = re.compile(rb"\r\n[Cc]ontent-[Ll]ength: ([0-9]{1,15})\r\n")
 # Headers that decide on the answer besides the hints.
 _DECIDING = (b"anthropic-version", b"anthropic-beta", b"accept", b"x-sgl-ext-context")
@@ -163,6 +165,21 @@ class RequestHead:
             found.update(b"\n%b" % self.fields.get(name, b""))
         found.update(b"\n\n")
         return found
+
+    @cached_property
+    def encoding(self) -> bytes:
+        """The one coding of the body; b"" if it has none. Raises BalancerError 415."""
+        stated = self.fields.get(b"content-encoding", b"")
+        codings = [each for each in map(bytes.strip, stated.lower().split(b",")) if each]
+        codings = [each for each in codings if each != _NO_CODING]
+        unknown = next((each for each in codings if each not in ENCODINGS), None)
+        if unknown is not None:
+            message = f"must be gzip, deflate, zstd or identity, not {unknown.decode('latin-1')!r}"
+        elif len(codings) > 1:
+            message = f"must be one coding, not {stated.decode('latin-1')!r}"
+        else:
+            return codings[0] if codings else b""
+        raise BalancerError(HTTPStatus.UNSUPPORTED_MEDIA_TYPE, f"content-encoding: {message}")
 
     @cached_property
     def errors(self) -> ErrorShape:

@@ -21,7 +21,7 @@ from http import HTTPStatus
 
 import msgspec
 
-from sgl_ext.balancer.http.body_codings import ENCODINGS, ChunkedBody, CompressedBody
+from sgl_ext.balancer.http.body_codings import ChunkedBody, CompressedBody
 from sgl_ext.balancer.http.request_head import RequestHead, RequestHeadCache
 from sgl_ext.limits.bounds import (
     BUFFER_GROWTH,
@@ -34,7 +34,6 @@ from sgl_ext.limits.bounds import (
 from sgl_ext.limits.byte_account import ByteAccount, Hold
 from sgl_ext.protocols.errors import BalancerError, body_too_large, no_memory
 
-_NO_CODING = b"identity"
 _WITH_BODY = ("POST", "PUT", "PATCH")
 
 
@@ -50,22 +49,7 @@ def check_body(
         limit = min(limit, MAX_BODILESS_BYTES)
     if size_bytes > limit:
         raise body_too_large(limit)
-    encoding = _encoding(head.fields.get(b"content-encoding", b""))
-    return limit, CompressedBody(encoding, limit) if encoding else None
-
-
-def _encoding(stated: bytes) -> bytes:
-    """The one coding of a body; b"" if it has none. Raises BalancerError 415."""
-    words = (word.strip().lower() for word in stated.split(b","))
-    codings = [word for word in words if word not in (b"", _NO_CODING)]
-    unknown = next((word for word in codings if word not in ENCODINGS), None)
-    if unknown is not None:
-        message = f"must be gzip, deflate, zstd or identity, not {unknown.decode('latin-1')!r}"
-    elif len(codings) > 1:
-        message = f"must be one coding, not {stated.decode('latin-1')!r}"
-    else:
-        return codings[0] if codings else b""
-    raise BalancerError(HTTPStatus.UNSUPPORTED_MEDIA_TYPE, f"content-encoding: {message}")
+    return limit, CompressedBody(head.encoding, limit) if head.encoding else None
 
 
 def take(hold: Hold, size: int) -> None:
@@ -224,33 +208,30 @@ class RequestReader:
         self._sent_continue = False
         self._missing = length
         self.arrived_bytes = 0
+        limit, rejection = 0, head.rejection
+        if rejection is None:
+            try:
+                limit, self._compressed = check_body(head, length, self._max_body_bytes)
+            except BalancerError as error:
+                rejection = error
         hold = Hold(self._account, head.tenant)
-        self._request = request = Request(head, length, head.keep_alive, head.rejection, hold)
+        self._request = request = Request(head, length, head.keep_alive, rejection, hold)
         try:
-            if request.rejection is not None:
-                raise request.rejection
-            self._start_body(request)
+            if rejection is not None:
+                raise rejection
+            if head.chunked:
+                self._chunks = ChunkedBody(limit)
+            elif self._compressed is None and len(ahead) < length:
+                self._start_buffer(hold, length)
+            elif self._compressed is None:  # all is here, and perhaps the next request
+                if not hold.take_up_to(length):
+                    raise no_memory()
+                request.body = ahead[:length]
+                self._missing = 0
+                del ahead[:length]
         except BalancerError as error:
             self._reject(request, error)
         return request
-
-    def _start_body(self, request: Request) -> None:
-        """Prepares for a body. Raises BalancerError if it cannot be accepted."""
-        head, size = request.head, request.length
-        limit, self._compressed = check_body(head, size, self._max_body_bytes)
-        if head.chunked:
-            self._chunks = ChunkedBody(limit)
-        elif self._compressed is None:
-            ahead = self.ahead
-            if len(ahead) < size:
-                self._start_buffer(request.hold, size)
-                return
-            # All is here, and perhaps the next request.
-            if not request.hold.take_up_to(size):
-                raise no_memory()
-            request.body = ahead[:size]
-            self._missing = 0
-            del ahead[:size]
 
     def _start_buffer(self, hold: Hold, size: int) -> None:
         """Begins a body of known length with what has arrived of it, which is not all."""

@@ -950,14 +950,15 @@ class Exchange:
         else:
             self._client.start_stream(head.status, head.reason, self._response.lines, data)
         self._first_byte()
-        # It is not sent again, and a response may take long.
-        self._request.body = b""
-        self._hold()
         if self._attempt is not None:
             self._model.router.attempts.prefill_done(self._attempt)
 
     def _first_byte(self) -> None:
+        """The first byte goes to the client, so that the request is not sent again."""
         self._stage = RELAYING
+        self._request.body = b""
+        if self._response.head.streams:  # the response may take long
+            self._hold()
         if self._preparation.beat:
             self._services.heartbeats.end(self)
         self._ttft_s = time.perf_counter() - self._arrived_s
@@ -994,7 +995,6 @@ class Exchange:
     def _answer(self, body: bytes) -> None:
         head = self._response.head
         self._response.sent(body)
-        self._request.body = b""  # it is not sent again
         is_late = self._stage is WAITING
         self._first_byte()
         if self._is_left and self._sent is not None and head.status == OK:
@@ -1086,7 +1086,6 @@ class Exchange:
             self._break(AttemptFailed("it refuses the engine-secret", by_worker=False))
             return None
         self._first_byte()
-        self._request.body = b""
         if head.streams and self._attempt is not None:
             self._model.router.attempts.prefill_done(self._attempt)
         return self._response.lines

@@ -422,6 +422,7 @@ class Router:
             warms=warms,
             session_name=name,
             others=prompt.others,
+            prompts=1 + len(prompt.others),
             due_s=prompt.importance.due_s,
             agent=prompt.agent,
         )

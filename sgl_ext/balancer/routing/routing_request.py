@@ -95,6 +95,7 @@ class RoutingRequest(msgspec.Struct, frozen=True, gc=False):
         waits for its prefix.
     only: the URLs of the engines that it may go to; None: any.
     others: the chains of a batch's other prompts: the engine runs each as a request of its own.
+    prompts: how many it has.
     due_s: how long after it arrived its answer is due; None if it is not stated.
     """
 
@@ -111,13 +112,9 @@ class RoutingRequest(msgspec.Struct, frozen=True, gc=False):
     only: frozenset[str] | None = None
     session_name: str | None = None
     others: tuple[Chain, ...] = ()
+    prompts: int = 1
     due_s: float | None = None
     agent: int | None = None
-
-    @property
-    def prompts(self) -> int:
-        """How many it has."""
-        return 1 + len(self.others)
 
 
 NO_ROUTING = RoutingRequest(Chain(), None, 0, 0, runs=False)
