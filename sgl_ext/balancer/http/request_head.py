@@ -22,8 +22,9 @@ import xxhash
 
 from sgl_ext.balancer.http.body_codings import ENCODINGS
 from sgl_ext.key_file import ApiKey
+from sgl_ext.limits.bounds import MAX_BODILESS_BYTES
 from sgl_ext.protocols import request_ids
-from sgl_ext.protocols.errors import BalancerError
+from sgl_ext.protocols.errors import BalancerError, body_too_large
 from sgl_ext.protocols.registry import errors_of
 from sgl_ext.protocols.request_ids import TraceContext, read_trace
 from sgl_ext.protocols.routes import Route
@@ -98,6 +99,7 @@ _NOT_UPSTREAM = (
     | {name.encode() for name in OF_REQUESTS}
 )
 _NO_CODING = b"identity"
+_WITH_BODY = ("POST", "PUT", "PATCH")
 LENGTH = re.compile(rb"\r\n[Cc]ontent-[Ll]ength: ([0-9]{1,15})\r\n")
 # Headers that decide on the answer besides the hints.
 _DECIDING = (b"anthropic-version", b"anthropic-beta", b"accept", b"x-sgl-ext-context")
@@ -165,6 +167,14 @@ class RequestHead:
             found.update(b"\n%b" % self.fields.get(name, b""))
         found.update(b"\n\n")
         return found
+
+    def body_limit(self, size_bytes: int, max_bytes: int) -> int:
+        """The most bytes that the body may have, whose stated length this is. Raises BalancerError
+        413."""
+        limit = max_bytes if self.method in _WITH_BODY else min(max_bytes, MAX_BODILESS_BYTES)
+        if size_bytes > limit:
+            raise body_too_large(limit)
+        return limit
 
     @cached_property
     def encoding(self) -> bytes:

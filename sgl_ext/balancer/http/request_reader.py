@@ -26,30 +26,12 @@ from sgl_ext.balancer.http.request_head import RequestHead, RequestHeadCache
 from sgl_ext.limits.bounds import (
     BUFFER_GROWTH,
     FIRST_BUFFER_BYTES,
-    MAX_BODILESS_BYTES,
     MAX_GROWTH_BYTES,
     MAX_HEAD_BYTES,
     MAX_SKIPPED_BYTES,
 )
 from sgl_ext.limits.byte_account import ByteAccount, Hold
-from sgl_ext.protocols.errors import BalancerError, body_too_large, no_memory
-
-_WITH_BODY = ("POST", "PUT", "PATCH")
-
-
-def check_body(
-    head: RequestHead, size_bytes: int, max_bytes: int
-) -> tuple[int, CompressedBody | None]:
-    """The most bytes that the body of this head may have, and what inflates it if it is compressed.
-
-    size_bytes: the length that the head states. Raises BalancerError 413 or 415.
-    """
-    limit = max_bytes
-    if head.method not in _WITH_BODY:
-        limit = min(limit, MAX_BODILESS_BYTES)
-    if size_bytes > limit:
-        raise body_too_large(limit)
-    return limit, CompressedBody(head.encoding, limit) if head.encoding else None
+from sgl_ext.protocols.errors import BalancerError, no_memory
 
 
 def take(hold: Hold, size: int) -> None:
@@ -211,7 +193,9 @@ class RequestReader:
         limit, rejection = 0, head.rejection
         if rejection is None:
             try:
-                limit, self._compressed = check_body(head, length, self._max_body_bytes)
+                limit = head.body_limit(length, self._max_body_bytes)
+                if head.encoding:
+                    self._compressed = CompressedBody(head.encoding, limit)
             except BalancerError as error:
                 rejection = error
         hold = Hold(self._account, head.tenant)

@@ -19,7 +19,8 @@ from grpc_health.v1 import health_pb2_grpc
 from grpc_health.v1.health import aio
 from grpc_health.v1.health_pb2 import HealthCheckResponse
 
-from sgl_ext.balancer.http.request_reader import Request, check_body, take
+from sgl_ext.balancer.http.body_codings import CompressedBody
+from sgl_ext.balancer.http.request_reader import Request, take
 from sgl_ext.balancer.relay.exchange import Exchange
 from sgl_ext.balancer.relay.services import Services
 from sgl_ext.balancer.server import Balancer
@@ -53,8 +54,9 @@ class RequestBody:
 
     def __init__(self, request: Request, max_bytes: int) -> None:
         """Raises BalancerError 413 or 415."""
-        self._request = request
-        self._limit, self._compressed = check_body(request.head, request.length, max_bytes)
+        self._request, head = request, request.head
+        self._limit = head.body_limit(request.length, max_bytes)
+        self._compressed = CompressedBody(head.encoding, self._limit) if head.encoding else None
         self._body = bytearray()
         self.arrived_bytes = 0
 
