@@ -10,7 +10,8 @@ the worker is not to blame.
 
 A worker's heads are nearly equal; only the body's length changes, and the date once a second. So
 the heads of complete responses are cached as those of requests are: by their bytes without the
-digits of the length, after the parser has found such a response to be well-formed.
+digits of the length, after the parser has found such a response to be well-formed. Those of
+streams are cached by their headers, without the date.
 """
 
 import asyncio
@@ -19,6 +20,8 @@ from typing import Protocol, cast
 from urllib.parse import urlsplit
 
 import httptools
+import msgspec
+from msgspec import structs
 
 from sgl_ext.balancer.http.request_head import (
     HOP_BY_HOP,
@@ -42,7 +45,7 @@ _MAX_CACHED = 256
 _JOINED_BYTES = 16 * 1024
 
 
-class ResponseHead:
+class ResponseHead(msgspec.Struct, frozen=True, gc=False):
     """Status and header lines for the client.
 
     coding: the transfer coding of the body; None if it has none.
@@ -50,34 +53,60 @@ class ResponseHead:
     is_named: the worker gave the request an id.
     """
 
-    __slots__ = ("coding", "is_named", "lines", "reason", "status", "stream_lines", "streams")
+    status: int
+    reason: bytes
+    lines: bytes = b""
+    coding: bytes | None = None
+    streams: bool = False
+    stream_lines: bytes = b""
+    is_named: bool = False
 
-    def __init__(self, status: int, reason: bytes, headers: list[tuple[bytes, bytes]]) -> None:
-        self.status = status
-        self.reason = reason
-        self.streams = False
-        self.is_named = False
-        lacking = _STREAM_HEADERS
-        for name, value in headers:
-            if name == b"content-type":
-                self.streams = value.startswith(b"text/event-stream")
-            elif name in NAMES:
-                self.is_named = True
-            elif name in lacking:
-                lacking = {**lacking}
-                del lacking[name]
-        # The balancer names the request to the client.
-        self.coding = transfer_coding(headers)
-        dropped = HOP_BY_HOP | NAMES | connection_options(headers)
-        self.lines = header_lines(headers, dropped)
-        self.stream_lines = header_lines([*lacking.items()], ()) if self.streams else b""
+
+def read_response_head(
+    status: int, reason: bytes, headers: list[tuple[bytes, bytes]]
+) -> ResponseHead:
+    """The head with these headers, whose names are in lower case."""
+    streams = is_named = False
+    lacking = _STREAM_HEADERS
+    for name, value in headers:
+        if name == b"content-type":
+            streams = value.startswith(b"text/event-stream")
+        elif name in NAMES:
+            is_named = True
+        elif name in lacking:
+            lacking = {**lacking}
+            del lacking[name]
+    # The balancer names the request to the client.
+    dropped = HOP_BY_HOP | NAMES | connection_options(headers)
+    return ResponseHead(
+        status,
+        reason,
+        header_lines(headers, dropped),
+        transfer_coding(headers),
+        streams,
+        header_lines([*lacking.items()], ()) if streams else b"",
+        is_named,
+    )
 
 
 class ResponseHeadCache:
-    """The latest heads of one worker's complete responses."""
+    """The latest heads of one worker's complete responses, and of its streams."""
 
     def __init__(self) -> None:
         self._cached: dict[bytes, ResponseHead] = {}
+        self._chunked: dict[tuple[object, ...], ResponseHead] = {}
+
+    def of(self, status: int, reason: bytes, headers: list[tuple[bytes, bytes]]) -> ResponseHead:
+        """The head with these headers. That of a chunked response is read once."""
+        key = status, reason, *headers
+        head = self._chunked.get(key)
+        if head is None:
+            head = read_response_head(status, reason, headers)
+            if head.coding is not None and not head.is_named:
+                if len(self._chunked) >= _MAX_CACHED:
+                    self._chunked.clear()
+                self._chunked[key] = head
+        return head
 
     def read(self, data: bytes) -> tuple[ResponseHead, bytes] | None:
         """Head and body, if `data` is exactly one response with a cached head."""
@@ -180,6 +209,7 @@ class UpstreamConnection(asyncio.Protocol):
     def _reset(self) -> None:
         self._reason = b""
         self._headers: list[tuple[bytes, bytes]] = []
+        self._date_line = b""
         self._head: ResponseHead | None = None
         self.heard = False
         self._in_head = True
@@ -307,14 +337,18 @@ class UpstreamConnection(asyncio.Protocol):
         self._reason += reason
 
     def on_header(self, name: bytes, value: bytes) -> None:
-        if self._in_head:
-            self._headers.append((name.lower(), value.rstrip(b" \t")))
-        elif name.lower() in (b"content-length", b"transfer-encoding"):
-            raise MalformedResponse("a trailer about the framing")
+        name, value = name.lower(), value.rstrip(b" \t")
+        if not self._in_head:
+            if name in (b"content-length", b"transfer-encoding"):
+                raise MalformedResponse("a trailer about the framing")
+        elif name == b"date":
+            self._date_line = b"date: %b\r\n" % value
+        else:
+            self._headers.append((name, value))
 
     def on_headers_complete(self) -> None:
         status = self._parser.get_status_code()
-        head = ResponseHead(status, self._reason, self._headers)
+        head = self._pool.heads.of(status, self._reason, self._headers)
         if head.coding not in (None, b"chunked"):
             raise MalformedResponse("a transfer coding that is not chunked")
         if not _REASON.fullmatch(self._reason):
@@ -325,7 +359,7 @@ class UpstreamConnection(asyncio.Protocol):
             return
         self._in_head = False
         self._framed = head.coding is not None or b"content-length" in dict(self._headers)
-        self._head = head
+        self._head = structs.replace(head, lines=self._date_line + head.lines)
         if self._bodiless:
             # The parser does not know that no body follows, so it cannot be used again.
             self._complete = True
@@ -338,7 +372,7 @@ class UpstreamConnection(asyncio.Protocol):
     def on_message_complete(self) -> None:
         if self._in_head:
             # An interim response: the final one follows.
-            self._reason = b""
+            self._reason = self._date_line = b""
             self._headers.clear()
             return
         self._complete = True

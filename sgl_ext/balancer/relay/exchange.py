@@ -180,7 +180,7 @@ class Response:
         return read_usage(self._first_data, self._last_data)
 
 
-NO_RESPONSE = Response(ResponseHead(0, b"", []), b"")
+NO_RESPONSE = Response(ResponseHead(0, b""), b"")
 """Stands for the response before there is one."""
 
 

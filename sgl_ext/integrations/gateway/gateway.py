@@ -20,7 +20,7 @@ from http import HTTPStatus
 from msgspec import structs
 
 from sgl_ext.balancer.http.request_head import HOP_BY_HOP
-from sgl_ext.balancer.http.upstream import ResponseHead, ResponseReceiver
+from sgl_ext.balancer.http.upstream import ResponseReceiver, read_response_head
 from sgl_ext.balancer.metrics.registry import Metrics
 from sgl_ext.balancer.relay.exchange import Exchange
 from sgl_ext.balancer.relay.preparation import Preparation
@@ -286,7 +286,7 @@ class EnvoyGateway:
             return
         self._status, self._answer = status, values_of(headers)
         self._answer_has_body = not head.end_of_stream
-        answer = ResponseHead(status, b"", headers)
+        answer = read_response_head(status, b"", headers)
         if not self.shows_answers:
             if (lines := exchange.passes(answer)) is not None:
                 self.let_through(lines)

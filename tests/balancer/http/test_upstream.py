@@ -297,6 +297,18 @@ async def test_events_are_passed_on_at_once(serve: Serve, connect: Connect) -> N
     assert await wire.reader.readuntil(b"0\r\n\r\n")
 
 
+async def test_each_stream_has_its_own_date(serve: Serve, connect: Connect) -> None:
+    head = b"HTTP/1.1 200 OK\r\nDate: %d\r\nx-a: %b\r\ntransfer-encoding: chunked\r\n\r\n"
+    others = (b"1", b"1", b"2")
+    answers = [[head % each, *chunked(b"ab")] for each in enumerate(others)]
+    wire = await connect(await serve(Raw(*answers)))
+    for number, other in enumerate(others):
+        got, body = await wire.ask(request())
+        assert got.count(b"date: %d\r\n" % number) == got.count(b"date:") == 1
+        assert b"x-a: %b\r\n" % other in got
+        assert body == b"ab"
+
+
 async def test_an_exchange_leaves_no_references(serve: Serve, connect: Connect) -> None:
     worker = Raw(sse(b"data: 1\n\n"), [b"HTTP/1.1 200 OK\r\ncontent-length: 9\r\n\r\n", None])
     balancer = await serve(worker)

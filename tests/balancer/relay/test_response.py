@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sgl_ext.balancer.http.upstream import ResponseHead
+from sgl_ext.balancer.http.upstream import read_response_head
 from sgl_ext.balancer.relay.exchange import Response
 
 PARTS = st.lists(
@@ -14,7 +14,7 @@ PARTS = st.lists(
 
 
 def stream() -> Response:
-    return Response(ResponseHead(200, b"OK", [(b"content-type", b"text/event-stream")]), b"")
+    return Response(read_response_head(200, b"OK", [(b"content-type", b"text/event-stream")]), b"")
 
 
 @given(st.lists(PARTS.map(b"".join).filter(bool), max_size=8))
