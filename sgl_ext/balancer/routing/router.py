@@ -181,13 +181,7 @@ class Fleet:
 
     def view(self, worker: Worker, held: HeldPrefix, now_s: float) -> WorkerView:
         """held: what the worker holds of the prompt."""
-        return worker.view(
-            now_s,
-            self._sessions.tokens[worker.slot],
-            held.expected_tokens,
-            held.host_tokens,
-            held.shared_tokens,
-        )
+        return worker.view(held, self._sessions.tokens[worker.slot], now_s)
 
     def load_changed(self, worker: Worker, now_s: float) -> None:
         """Call it when the load of a worker has changed."""
@@ -310,7 +304,7 @@ class Homes:
             most = max((other.saved for other in views), default=0)
         else:
             most = held.most_tokens(home.slot, lambda slot: at(slot) in candidates)
-        view = self._fleet.view(home, there, now_s)
+        view = home.view(there, self._attempts.sessions.tokens[home.slot], now_s)
         reason = stays(request, view, most)
         if reason == "moved":
             found = self._fleet.compared(candidates, held, home, lambda w: w is not home, now_s)

@@ -52,6 +52,17 @@ def unknown(worker: str) -> int | None:
     return None
 
 
+class Held(Protocol):
+    """What a worker holds of a prompt (`HeldPrefix`)."""
+
+    @property
+    def expected_tokens(self) -> int: ...
+    @property
+    def host_tokens(self) -> int: ...
+    @property
+    def shared_tokens(self) -> int: ...
+
+
 class ServedRequest(Protocol):
     """The request that an attempt serves."""
 
@@ -346,26 +357,19 @@ class Worker:
         """An attempt has its first token."""
         self.decoding += 1
 
-    def view(
-        self,
-        now_s: float,
-        session_tokens: int,
-        held_tokens: int,
-        host_tokens: int = 0,
-        shared_tokens: int = 0,
-    ) -> WorkerView:
-        """It as a decision compares it for a prompt of which it holds so much. session_tokens: of
-        the sessions that live there."""
+    def view(self, held: Held, session_tokens: int, now_s: float) -> WorkerView:
+        """It as a decision compares it for a prompt of which it holds this. session_tokens: of the
+        sessions that live there."""
         return WorkerView(
             self.id,
-            held_tokens,
+            held.expected_tokens,
             self.total_pending_tokens(now_s),
             self.decoding + self.peer_load.decoding,
             self.recent_prefill.at(now_s),
             session_tokens,
             1.0 if self.recovered_s is None else self.warmth(now_s),
-            host_tokens,
-            shared_tokens,
+            held.host_tokens,
+            held.shared_tokens,
             self.load_share,
             self.shared_share,
             *self.weights,

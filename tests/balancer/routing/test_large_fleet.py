@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from scheduler.capacity import Capacity
 from scheduler.placement import DELAY, PlacementRequest, WorkerView, place, score_all
 from scheduler.shortlist import SMALL_FLEET
+from sgl_ext.balancer.routing.prefixes import HeldPrefix
 from sgl_ext.balancer.routing.router import MOST_LISTED, REREAD_S, Router, explain
 from sgl_ext.balancer.routing.routing_request import RoutingRequest
 from sgl_ext.balancer.routing.worker import Attempt, Worker
@@ -257,13 +258,13 @@ def test_a_turn_that_stays_home_views_few_workers_and_lists_those_that_hold_most
         store(setting, worker, hashes[:depth])
     setting.router.attempts.succeed(first)
     viewed: set[str] = set()
-    view = setting.router.fleet.view
+    view = Worker.view
 
-    def noted(worker: Worker, held_tokens: int, now_s: float) -> WorkerView:
+    def noted(worker: Worker, held: HeldPrefix, session_tokens: int, now_s: float) -> WorkerView:
         viewed.add(worker.id)
-        return view(worker, held_tokens, now_s)
+        return view(worker, held, session_tokens, now_s)
 
-    monkeypatch.setattr(setting.router.fleet, "view", noted)
+    monkeypatch.setattr(Worker, "view", noted)
     assert len(setting.place(routing).considered) == 1
     setting.router.lists_others = True
     second = setting.place(routing)
