@@ -443,7 +443,7 @@ class Exchange:
                 try:
                     attempt = await self._place()
                     self.send(await self._connect(attempt))
-                    body = await self._rest_of_response()  # callbacks relay what streams
+                    body = await self._relay()  # callbacks relay what streams
                     break
                 except AttemptFailed as failure:
                     self._retry(failure)
@@ -863,7 +863,7 @@ class Exchange:
         self._is_answered, self._last = True, last
         self._wake()
 
-    async def _rest_of_response(self) -> bytes:
+    async def _relay(self) -> bytes:
         """Waits for the end of the response, whose parts callbacks relay as they arrive. Returns
         the part that was not relayed."""
         try:
@@ -1272,7 +1272,7 @@ class Exchange:
             self._preparation = structs.replace(NOT_PREPARED, recorder=recorder)
         try:
             self.send(await self._connect(None))
-            body = await self._rest_of_response()
+            body = await self._relay()
         except AttemptFailed as failure:
             if self._stage is RELAYING:
                 self._cut(failure.reason)
