@@ -52,13 +52,12 @@ from enum import StrEnum
 from itertools import chain
 from math import inf
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import msgspec
 import orjson
 
 from scheduler.placement import PlacementRequest, WorkerView, score_all
-from sgl_ext.balancer.access.authentication import KeyFileReloader
 from sgl_ext.balancer.metrics.registry import Metrics
 from sgl_ext.balancer.reporting.activity import Activity, reason_of
 from sgl_ext.balancer.reporting.diagnosis import Detector, PromptDiagnosis
@@ -66,6 +65,7 @@ from sgl_ext.balancer.routing.routing_request import RoutingRequest
 from sgl_ext.balancer.routing.worker import Attempt
 from sgl_ext.doctor.report import version_sentence
 from sgl_ext.doctor.requests import Search
+from sgl_ext.key_file import KeyFile
 from sgl_ext.prompts.heads import NEW_VERSION, VERSION
 from sgl_ext.reading.client import NO_FACTS, ClientFacts
 from sgl_ext.reading.usage import Usage
@@ -606,7 +606,13 @@ class SampledLog:
         self._seen.clear()
 
 
-def tenant_label(tenants: Tenants, key_file: KeyFileReloader | None, tenant: str) -> str | None:
+class KeysInForce(Protocol):
+    """The API key file, as it is read again and again."""
+
+    keys: KeyFile
+
+
+def tenant_label(tenants: Tenants, key_file: KeysInForce | None, tenant: str) -> str | None:
     """A tenant's label in metrics: clients may name tenants, but only the operator adds labels."""
     in_keys = tenants.weights if key_file is None else key_file.keys.tenants
     if not in_keys and not tenants.weights:
