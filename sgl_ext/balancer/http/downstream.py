@@ -256,11 +256,10 @@ class DownstreamConnection(asyncio.BufferedProtocol):
         """A client that stops sending has disconnected: the transport closes."""
 
     def connection_lost(self, error: Exception | None) -> None:
+        self._release_unsent()
         self._server.left(self)
         self._lingering = True
         self._reader.close()
-        if self._unsent is not None:
-            self._release_unsent()
         request, self._request = self._request, None
         if request is not None:
             request.hold.release()

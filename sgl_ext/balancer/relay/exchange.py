@@ -1,6 +1,6 @@
 """The life of one request between a client and a worker, as one coroutine: `Exchange._run`.
 
-    read -> admit -> place -> connect, send -> relay -> end
+    read -> admit -> place -> connect, send -> relay -> end: answer and account
                       ^                          |
                       +------ AttemptFailed -----+   until a part of the answer is sent
 
@@ -712,8 +712,7 @@ class Exchange:
         """An attempt has begun."""
         self._attempt = self._last_attempt = attempt
         self._is_sent = self._is_answered = False
-        if self._is_waiting:
-            self._wake()
+        self._wake()
 
     def rejected(self, error: BalancerError) -> None:
         """No worker takes the request. It goes to those of another model if that may answer."""
