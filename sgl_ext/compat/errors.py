@@ -121,14 +121,13 @@ _SENTENCES = {
 }
 _NO_CONVERSATION = re.compile(r"Cannot apply chat template to an empty conversation.*")
 _NO_TOOL = re.compile(r"(?:Tool|tool_choice references tool) ('[^']*').* (?:in|the) .*tools list.*")
-_ITEM_TYPES: Mapping[str, Any] = {
-    "content": (str, list),
-    "output": (str, list),
-    "name": str,
-    "arguments": str,
-    "call_id": str,
-    "role": str,
-}
+_NO_ITEM = re.compile(r"Unsupported Responses API input item type: (.*)", re.DOTALL)
+_TEXT, _LIST = "must be a string", "must be a list"
+_TEXT_OR_LIST = "must be a string or a list"
+_FORM_TYPES: Mapping[str, Any] = {_TEXT: str, _LIST: list, _TEXT_OR_LIST: (str, list)}
+_PARTS = {"content": _TEXT_OR_LIST, "output": _TEXT_OR_LIST, "summary": _LIST}
+_ITEM = dict.fromkeys(("type", "role", "name", "arguments", "call_id"), _TEXT) | _PARTS
+_PART = dict.fromkeys(("type", "text", "refusal"), _TEXT)
 
 
 Steps = tuple[Any, ...]
@@ -224,16 +223,35 @@ def plain(message: str) -> str:
 
 
 def of_item(message: str, items: Any) -> Wrong | None:
-    """What is wrong with an item of /v1/responses that SGLang made into a message; None if the
-    error says something else."""
+    """What is wrong with an item of /v1/responses, of which SGLang's error names no field of the
+    client's; None if the error says something else."""
     head, _, what = message.partition(": ")
-    if not re.fullmatch(r"messages(\.\w+)*", head):
+    is_of_message = re.fullmatch(r"messages(\.\w+)*", head) is not None
+    if _PATH.fullmatch(head) is not None and not is_of_message:
         return None
-    for at, item in enumerate(items if isinstance(items, list) else ()):
-        for name, types in _ITEM_TYPES.items() if isinstance(item, dict) else ():
-            if item.get(name) is not None and not isinstance(item[name], types):
-                return Wrong(f"input[{at}].{name}", what)
-    return Wrong("input", what)
+    listed = items if isinstance(items, list) else []
+    for at, item in enumerate(listed):
+        if (found := _of_forms(item, _ITEM, f"input[{at}]")) is not None:
+            return found
+        for name in _PARTS:
+            parts = item.get(name)
+            for k, part in enumerate(parts if isinstance(parts, list) else ()):
+                if (found := _of_forms(part, _PART, f"input[{at}].{name}[{k}]")) is not None:
+                    return found
+    if (kind := _NO_ITEM.fullmatch(message)) is not None:
+        at = next((at for at, item in enumerate(listed) if item.get("type") == kind[1]), 0)
+        return Wrong(f"input[{at}].type", f"{kind[1]!r} is not supported")
+    return Wrong("input", what) if is_of_message else None
+
+
+def _of_forms(value: Any, forms: Mapping[str, str], path: str) -> Wrong | None:
+    """The first field of an item, or of a part of one, that has another type than it may have."""
+    if not isinstance(value, dict):
+        return Wrong(path, "must be an object")
+    for name, form in forms.items():
+        if value.get(name) is not None and not isinstance(value[name], _FORM_TYPES[form]):
+            return Wrong(f"{path}.{name}", form)
+    return None
 
 
 _MOST_SEARCHED = 1_000
@@ -383,6 +401,13 @@ _FILE = re.compile(
 )
 _NO_GRAMMAR = re.compile(r"^Failed to compile (\w+) grammar: ")
 _PATH = re.compile(r"(messages|prompt|tools|tool_choice|response_format)(\.[a-z0-9_]+)*")
+_NAME = re.compile(r"\w+")
+_FIELDS_SAID = {
+    "LoRA adapter": "lora_path",
+    "request watermark": "watermark",
+    "return hidden states": "return_hidden_states",
+    "routed_dp_rank": "data_parallel_rank",
+}
 _OWN_FIELDS = ("regex", "ebnf")
 INTERNAL = "Internal server error"
 
@@ -466,7 +491,8 @@ def with_field(error: EngineError, protocol: Protocol, body: Any) -> EngineError
     found = _NO_GRAMMAR.match(error.message)
     if found is None or error.param is not None:
         return error
-    formats = (found[1],) if found[1] in _OWN_FIELDS else (*protocol.formats, found[1])
+    own = "json_schema" if found[1] == "json" else found[1]
+    formats = (*(() if own in _OWN_FIELDS else protocol.formats), own, f"sampling_params.{own}")
     fields = [path for path in formats if value_at(body, tuple(path.split(".")))]
     if found[1] == "structural_tag" and value_at(body, ("tools",)):
         fields.append("tools")
@@ -486,11 +512,23 @@ def with_item(error: EngineError, body: Any) -> EngineError:
     return error._replace(message=f"{found.path}: {found.what}", param=found.path)
 
 
-def with_path(error: EngineError) -> EngineError:
-    """An error whose field is the one that its message begins with, if it begins with one."""
+def with_path(error: EngineError, body: Any = None) -> EngineError:
+    """An error whose field is the one that its message begins with, if it begins with one, or the
+    one of the body that it names."""
+    if error.param is not None or error.status != HTTPStatus.BAD_REQUEST or error.code is not None:
+        return error
     path = error.message.partition(": ")[0]
-    is_path = error.param is None and error.status == 400 and bool(_PATH.fullmatch(path))
-    return error._replace(param=path) if is_path and path != "body" else error
+    if _PATH.fullmatch(path):
+        return error._replace(param=path)
+    first, *words = _NAME.findall(error.message) or [""]
+    # Other words of a sentence may be names of fields by chance.
+    names = [first, *(word for word in words if "_" in word), *_named_otherwise(error.message)]
+    found = next((name for name in names if isinstance(body, dict) and name in body), None)
+    return error if found is None else error._replace(param=found)
+
+
+def _named_otherwise(message: str) -> Iterator[str]:
+    return (field for said, field in _FIELDS_SAID.items() if said in message)
 
 
 def read_failed_event(data: bytes) -> EngineError:
@@ -756,6 +794,9 @@ class _Answer:
             return None
         if not is_text or context is None:
             return None
+        named = with_field(read_error(HTTPStatus.BAD_REQUEST, body), context.protocol, context.body)
+        if named.param is not None:
+            return Wrong(named.param, named.message.partition(": ")[2])
         return of_contract(context.body, sglang_api.generate_contract_error)
 
     def _of_path(self, error: EngineError) -> EngineError:
@@ -792,7 +833,7 @@ class _Answer:
             error = with_item(corrected(error, context), context.body)
         if context.wrong_field is not None and error.param is None:
             error = error._replace(param=context.wrong_field)
-        return with_path(with_field(error, context.protocol, context.body))
+        return with_path(with_field(error, context.protocol, context.body), context.body)
 
     def _reshaped(self, data: bytes) -> bytes:
         """An event that says that a stream failed, in the protocol's shape."""

@@ -20,6 +20,7 @@ def _raw(
     *prompt: tuple[Part, str],
     beat: bytes = b"",
     refused: Mapping[str, str] = MappingProxyType({}),
+    formats: tuple[str, ...] = (),
 ) -> Protocol:
     return Protocol(
         paths=(path,),
@@ -28,6 +29,7 @@ def _raw(
         prompt=prompt,
         marks=MarkRules(read_fields=NO_PARTS),
         refused=refused,
+        formats=formats,
     )
 
 
@@ -37,6 +39,7 @@ COMPLETIONS = _raw(
     (Part.TEXT, "prompt"),
     beat=COMMENT,
     refused={"suffix": _NO_SUFFIX, "best_of": "send n, and choose"},
+    formats=("response_format",),
 )
 GENERATE = _raw("/generate", (Part.TEXT, "text"), (Part.TEXT, "input_ids"), beat=COMMENT)
 OLLAMA_GENERATE = _raw(

@@ -128,7 +128,9 @@ def read_importance(
     says_nothing = name is None and nvext is None and tier is None and own is None
     if says_nothing and defaults is NO_DEFAULTS:
         return USUAL if ceiling >= 0 else Importance(max(ceiling, -LIMIT))
-    hints = nvext.get("agent_hints") if isinstance(nvext, dict) else None
+    if nvext is not None and not isinstance(nvext, dict):
+        return Importance(error=f"nvext: must be an object, not {reprlib.repr(nvext)}")
+    hints = None if nvext is None else nvext.get("agent_hints")
     hints = {} if hints is None else hints
     if error := _error_in(hints):
         return Importance(error=f"nvext.agent_hints{error}")

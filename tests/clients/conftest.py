@@ -76,7 +76,7 @@ def keys_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="session")
 def api_keys(keys_file: Path) -> dict[str, str]:
     """A key of each tenant of the scripted node: the people, one who has no home, and others."""
-    tenants = ("Ann", "Bob", "Cleo", "Dan", "Eve", "Fay", "sdks", "root")
+    tenants = ("Ann", "Bob", "Cleo", "Dan", "Eve", "Fay", "Gil", "sdks", "root")
     return {tenant: keys.add_key(keys_file, tenant)[0] for tenant in tenants}
 
 

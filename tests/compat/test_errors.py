@@ -43,7 +43,7 @@ from sgl_ext.compat.errors import (
 from sgl_ext.engine import sglang_api
 from sgl_ext.engine.core.request_context import RequestContext, enter, entered, put_on
 from sgl_ext.protocols.chat import CHAT
-from sgl_ext.protocols.registry import errors_of, of_path
+from sgl_ext.protocols.registry import COMPLETIONS, GENERATE, errors_of, of_path
 from sgl_ext.protocols.responses import RESPONSES
 from tests.engine.scheduler.test_event_publisher import Engine
 from tests.waiting import HANG_S
@@ -78,6 +78,57 @@ def test_an_items_error_names_the_clients_item() -> None:
     assert of_item(said, items) == Wrong("input[1].output", "must be a string or a list")
     assert of_item(said, "a") == Wrong("input", "must be a string or a list")
     assert of_item("tools.0.name: Field required", items) is None
+
+
+@pytest.mark.parametrize(
+    ("said", "item", "path", "what"),
+    [
+        ("'int' object is not iterable", {"summary": 5}, "summary", "must be a list"),
+        (
+            "sequence item 0: expected str instance, int found",
+            {"summary": [{"type": "summary_text", "text": 5}]},
+            "summary[0].text",
+            "must be a string",
+        ),
+        (
+            "messages.1.content.0: must be an object",
+            {"content": [{"type": "input_text", "text": "a"}, 5]},
+            "content[1]",
+            "must be an object",
+        ),
+        ("Unsupported Responses API input item type: 5", {"type": 5}, "type", "must be a string"),
+        (
+            "Unsupported Responses API input item type: x",
+            {"type": "x"},
+            "type",
+            "'x' is not supported",
+        ),
+    ],
+)
+def test_an_error_of_code_that_takes_types_for_granted_names_the_clients_item(
+    said: str, item: Any, path: str, what: str
+) -> None:
+    items = [{"role": "user", "content": "a"}, {"type": "message", "role": "user", **item}]
+    assert of_item(said, items) == Wrong(f"input[1].{path}", what)
+
+
+@pytest.mark.parametrize(
+    ("said", "field"),
+    [
+        ("routed_dp_rank=5 out of range [0, 1)", "routed_dp_rank"),
+        ("routed_dp_rank=5 out of range [0, 1)", "data_parallel_rank"),
+        ("extra_key should be a string for a single request.", "extra_key"),
+        ("request watermark must set enabled or key", "watermark"),
+        ("LoRA adapter 'x' was requested, but LoRA is not enabled.", "lora_path"),
+        ("The server is not configured to return hidden states.", "return_hidden_states"),
+        ("Use return_meta_info with it.", "return_meta_info"),
+    ],
+)
+def test_a_field_of_the_body_that_an_error_names_is_its_field(said: str, field: str) -> None:
+    error = EngineError(400, said)
+    assert with_path(error, {"model": "m", field: 5}).param == field
+    assert with_path(error, {"model": "m"}) == error
+    assert with_path(error._replace(status=503), {field: 5}).param is None
 
 
 def test_jsonschemas_text_ends_where_its_own_words_begin() -> None:
@@ -807,6 +858,12 @@ def test_a_client_s_error_is_logged_in_one_line_and_the_server_s_with_its_trace(
         (RESPONSES, "structural_tag", {"text": None, "tools": [1]}, "tools"),
         (CHAT, "regex", {"regex": "("}, "regex"),
         (CHAT, "json", {}, None),
+        (COMPLETIONS, "json", {"json_schema": "x"}, "json_schema"),
+        (COMPLETIONS, "json", {"response_format": {"a": 1}}, "response_format"),
+        *(
+            (GENERATE, kind, {"sampling_params": {name: "x"}}, f"sampling_params.{name}")
+            for kind, name in (("json", "json_schema"), ("ebnf", "ebnf"), ("structural_tag",) * 2)
+        ),
     ],
 )
 def test_a_grammar_that_cannot_be_made_names_its_field(
@@ -815,7 +872,7 @@ def test_a_grammar_that_cannot_be_made_names_its_field(
     error = with_field(EngineError(400, f"Failed to compile {kind} grammar: x"), protocol, body)
     assert error.param == param
     assert error.message.startswith(param or "Failed")
-    if kind == "structural_tag" and body["text"]:
+    if kind == "structural_tag" and body.get("text"):
         assert error.message == "text.format or tools: no grammar can be made of it: x"
 
 

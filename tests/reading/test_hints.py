@@ -272,6 +272,9 @@ def test_a_valid_source_does_not_excuse_a_malformed_one(value: Any) -> None:
 
 def test_other_malformed_fields_of_our_own_are_named() -> None:
     assert "nvext.agent_hints" in read_importance({}, {"nvext": {"agent_hints": 5}}).error
+    for value in ("x", 5, [], True):
+        error = read_importance({}, {"nvext": value}).error
+        assert error == f"nvext: must be an object, not {value!r}"
     assert "osl" in read_importance({}, hinted(osl=-1)).error
     for text in ("high", "1.5", "nan", "1" * 30):
         assert OURS in read_importance({OURS: text}, {}).error
