@@ -175,9 +175,11 @@ def honoured_hints(headers: Mapping[str, str], body: Any, ceiling: int) -> tuple
     """
     body = body if isinstance(body, dict) else {}
     nvext, tier = body.get("nvext"), body.get("service_tier")
-    header = next((name for name in PRIORITY_HEADERS if headers.get(name)), None)
+    header = (
+        next((name for name in PRIORITY_HEADERS if headers.get(name)), None) if headers else None
+    )
     has_none = header is None and nvext is None and tier is None and body.get("priority") is None
-    if has_none and not any(body.get(name) for name in _CACHE_FIELDS):
+    if has_none and body.keys().isdisjoint(_CACHE_FIELDS):
         return ()
     if read_importance(headers, body, ceiling).error:
         return ()
