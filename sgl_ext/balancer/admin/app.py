@@ -122,10 +122,14 @@ class ControlPool(ConnectionPool):
         server = self._runner.server
         assert server is not None, "the application is not running"
         ours, theirs = socket.socketpair()
-        await loop.connect_accepted_socket(server, theirs)
-        _, connection = await loop.create_unix_connection(
-            lambda: UpstreamConnection(self), sock=ours
-        )
+        try:
+            await loop.connect_accepted_socket(server, theirs)
+            _, connection = await loop.create_unix_connection(
+                lambda: UpstreamConnection(self), sock=ours
+            )
+        except BaseException:  # a client that leaves cancels this
+            ours.close()
+            raise
         return connection
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
 from io import BytesIO
@@ -15,6 +15,7 @@ from aiohttp import ClientSession, web
 from sgl_ext_cpu.envoy import configured, install_envoy, manager_of, running_envoy
 from sgl_ext_cpu.node import free_port
 
+from sgl_ext.settings.schema import Alias
 from tests.balancer.conftest import Answer, Engine
 from tests.balancer.wire import until
 from tests.integrations.gateway.conftest import Listen
@@ -75,9 +76,9 @@ class Setting:
         self.engines: list[Engine] = []
         self.picker: Picker
 
-    async def add(self, answer: Answer | None = None) -> Engine:
+    async def add(self, answer: Answer | None = None, model: str = "") -> Engine:
         """One more engine, at the next of Envoy's ports."""
-        engine = Engine(f"engine-{len(self.engines)}", answer)
+        engine = Engine(f"engine-{len(self.engines)}", answer, model=model)
         await self._listen(engine, self.envoy.engines[len(self.engines)])
         self.engines.append(engine)
         return engine
@@ -97,11 +98,16 @@ Begin = Callable[..., Awaitable[Setting]]
 async def begin(envoy: Ports, listen: Listen) -> AsyncIterator[Begin]:
     async with AsyncExitStack() as stack:
 
-        async def started(engines: int = 2, answer: Answer | None = None, **config: Any) -> Setting:
+        async def started(
+            engines: int = 2,
+            answer: Answer | None = None,
+            models: Sequence[str] = (),
+            **config: Any,
+        ) -> Setting:
             client = await stack.enter_async_context(ClientSession(envoy.url))
             setting = Setting(envoy, client, listen)
-            for _ in range(engines):
-                await setting.add(answer)
+            for model in models or [""] * engines:
+                await setting.add(answer, model)
             urls = [f"http://127.0.0.1:{port}" for port in envoy.engines]
             given = {"picker_port": envoy.picker, **config}
             running = running_picker(urls, **given)
@@ -271,6 +277,23 @@ async def test_a_request_waits_for_capacity_and_then_gets_an_error(begin: Begin)
     assert (await setting.post(talk("two")))[0] == 503
     gate.set()
     assert (await third)[0] == 200
+
+
+async def test_the_model_decides_to_which_engines_a_request_goes(begin: Begin) -> None:
+    aliases = (Alias("claude-haiku-*", "small"), Alias("*", "large"))
+    setting = await begin(models=("large", "small"), aliases=aliases)
+    names = {"large": 0, "small": 1, "claude-haiku-4-5": 1, "gpt-5": 0}
+    for number, (name, engine) in enumerate([*names.items()] * 3):
+        answer = await setting.post({**talk(f"Number {number} " * 50), "model": name})
+        assert answer == (200, {"engine": f"engine-{engine}"}), name
+    first = setting.engines[0].server
+    assert first is not None
+    await first.close()
+    workers = setting.picker.balancer.services.workers
+    await until(lambda: len(workers.ready) == 1)
+    # The other model's engine is no spare one.
+    assert (await setting.post({**talk("Hello"), "model": "large"}))[0] == 503
+    assert (await setting.post({**talk("Hello"), "model": "small"}))[0] == 200
 
 
 async def test_a_subset_is_kept_to(begin: Begin) -> None:
