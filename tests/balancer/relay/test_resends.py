@@ -625,6 +625,31 @@ async def test_each_process_can_get_the_next_copy(
     await until(processes.are_level)
 
 
+async def test_each_copy_of_a_waiting_request_is_told_to_wait_in_its_own_process(
+    serve: Serve, connect: Connect, tmp_path: Path
+) -> None:
+    worker = Raw([])
+    processes = await Processes.started(serve, connect, tmp_path, worker, count=3)
+    one, *others = processes.nodes
+    beats = one.balancer.services.heartbeats
+    beats.interval_s, beats.clock = 0.0, one.clock
+    wire = await one.send(asked())
+    await until(lambda: worker.requests)
+    for node in others:
+        wire.writer.transport.abort()
+        await until(lambda: len(one.left) == 1)
+        await until(lambda: all(other.left.elsewhere for other in others))
+        wire = await node.send(asked())
+        await until(lambda: not len(one.left))
+        one.clock.now_s += 10.0
+        beats.sweep()
+        await head_of(wire)
+        assert (await event_of(wire)).startswith(b"event: ping")
+    worker.go_on(b"".join(sse(ONE)))
+    assert await event_of(wire) == ONE
+    assert len(worker.requests) == 1
+
+
 async def test_a_tenant_s_key_is_checked_where_the_first_copy_is(
     serve: Serve, connect: Connect, tmp_path: Path
 ) -> None:
