@@ -138,6 +138,32 @@ class UsualGaps:
         self._tenants[owner] = gaps  # it is the last to be forgotten
 
 
+class LastTurns(Generic[Prompt]):
+    """The latest turn of each session, in the order in which the sessions are expected back. Of too
+    many sessions, the one whose turn ended longest ago is forgotten."""
+
+    def __init__(self, limit: int = 4096) -> None:
+        self._turns: FIFOCache[str, tuple[Prompt, float, float]] = FIFOCache(limit)
+
+    def ended(self, session: str, prompt: Prompt, sent_s: float, now_s: float) -> None:
+        """Notes that a turn was sent and has ended now."""
+        _, ended_s, usual_s = self._turns.pop(session, (prompt, sent_s, 0.0))
+        gap_s = max(sent_s - ended_s, 0.0)
+        self._turns[session] = prompt, now_s, (usual_s + gap_s) / 2 if usual_s else gap_s
+
+    def forget(self, session: str) -> None:
+        self._turns.pop(session, None)
+
+    def clear(self) -> None:
+        self._turns.clear()
+
+    def soonest_first(self, now_s: float) -> list[Prompt]:
+        """The prompts. A session counts as away for as long as it usually is, or as it has been if
+        that is longer."""
+        turns = sorted(self._turns.values(), key=lambda turn: max(turn[2], now_s - turn[1]))
+        return [prompt for prompt, _, _ in turns]
+
+
 @dataclass(slots=True)
 class Return(Generic[Prompt]):
     """A session that runs tools.

@@ -20,6 +20,7 @@ from scheduler.returns import (
     MOST_TOOLS,
     PRIOR,
     Gaps,
+    LastTurns,
     Return,
     Returns,
     UsualGaps,
@@ -330,3 +331,32 @@ def test_the_table_stays_within_its_bounds(steps: list[tuple[str, int, list[floa
             returns.expire(now_s)
         assert len(returns) <= 5
         assert returns.used_bytes <= 100
+
+
+def turned(turns: LastTurns[str], session: str, *times_s: tuple[float, float]) -> None:
+    for sent_s, ended_s in times_s:
+        turns.ended(session, f"{session} {ended_s:g}", sent_s, ended_s)
+
+
+def test_the_session_that_usually_comes_back_soonest_is_first() -> None:
+    turns = LastTurns[str]()
+    turned(turns, "tools", (0, 5), (10, 15), (20, 25))
+    turned(turns, "person", (0, 5), (300, 305), (600, 605))
+    turned(turns, "new", (606, 610))
+    assert turns.soonest_first(612.0) == ["new 610", "person 605", "tools 25"], "tools is overdue"
+    turned(turns, "tools", (606, 611))
+    assert turns.soonest_first(612.0) == ["new 610", "tools 611", "person 605"]
+
+
+def test_a_session_that_has_ended_is_not_expected() -> None:
+    turns = LastTurns[str](limit=2)
+    turned(turns, "a", (0, 1))
+    turned(turns, "b", (1, 2))
+    turned(turns, "a", (2, 3))
+    turned(turns, "c", (3, 4))
+    assert turns.soonest_first(4.0) == ["c 4", "a 3"], "b's turn ended longest ago"
+    turns.forget("c")
+    turns.forget("unknown")
+    assert turns.soonest_first(4.0) == ["a 3"]
+    turns.clear()
+    assert turns.soonest_first(4.0) == []

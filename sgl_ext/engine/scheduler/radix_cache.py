@@ -16,6 +16,7 @@ from radix.computed_ahead import ComputedAhead, Unread
 from radix.residency import HostSegments, Residency
 from radix.tiered_pins import TieredPins
 from scheduler.preemption import EVICT_FIRST, EvictionPriority, eviction_priority
+from scheduler.returns import LastTurns
 from sgl_ext.engine import sglang_api
 from sgl_ext.engine.arguments import in_effect
 from sgl_ext.engine.core.counters import counter
@@ -90,6 +91,7 @@ class ExtendedRadixCache(sglang_api.UnifiedRadixCache):
         self._store_now: _Store | None = None
         self._evicted_first: deque[tuple[Any, int]] = deque(maxlen=_MOST_EVICTED_FIRST)
         self._computed_ahead = ComputedAhead()
+        self._last_turns: LastTurns[Any] = LastTurns()
         self.pool_tokens = params.token_to_kv_pool_allocator.size
         self.host_tokens = 0  # SGLang makes its host pool later
         self.loads = Loads()
@@ -196,9 +198,17 @@ class ExtendedRadixCache(sglang_api.UnifiedRadixCache):
             tier = shared_pages_of(self)
             if tier is not None and now.cached_before < req.kv.cache_inserted_len:
                 tier.note(self.residency.chain(hints.hashes), self.tree_core, req.last_node)
+            if req.finished() and hints.conversation and not is_slice(req):
+                self._note_turn(hints, req.last_node)
         self.pins.prompt_stored(req, hints, req.kv.cache_protected_len)
         if hints.is_last and req.finished():
             self.pins.end_session(hints)
+
+    def _note_turn(self, hints: Hints, node: Any) -> None:
+        if hints.is_last:
+            self._last_turns.forget(hints.conversation)
+        else:
+            self._last_turns.ended(hints.conversation, node, hints.sent_s, time.monotonic())
 
     def _note_evicted_first(
         self, req: Req, up_to: int, priority: EvictionPriority, cached_before: int
@@ -234,12 +244,14 @@ class ExtendedRadixCache(sglang_api.UnifiedRadixCache):
         return Unread(ahead, min(worthless, self.full_evictable_size()))
 
     def worth_storing(self) -> list[Any]:
-        """The nodes at the ends of prefixes that will be read again: of pins, and then of those
-        that were used last."""
+        """The nodes at the ends of prefixes that will be read again: of pins, of sessions that are
+        expected back soonest, and then of what was used last."""
         if shared_pages_of(self) is None:
             return []
         pinned = [pin.label.node for pin in self.pins.pins]
-        return [*pinned, *(self.residency.leaves() if self.residency is not None else ())]
+        expected = self._last_turns.soonest_first(time.monotonic())
+        others = self.residency.leaves() if self.residency is not None else ()
+        return [*pinned, *expected, *others]
 
     def leave(self, nodes: Iterable[Any]) -> Leaving:
         """Stores the prefixes that end there, as the engine ends."""
@@ -350,6 +362,7 @@ class ExtendedRadixCache(sglang_api.UnifiedRadixCache):
         super().reset()
         self._evicted_first.clear()
         self._computed_ahead.clear()
+        self._last_turns.clear()
         self.pins.forget_all()
         if self.residency is not None:
             self.residency.clear()

@@ -122,13 +122,16 @@ class Model:
         return int(self.cache.match_until(req, len(ids))[0])
 
     @contextmanager
-    def running(self, ids: list[int], *pins: int, sent_s: float = 1.0) -> Iterator[Any]:
+    def running(
+        self, ids: list[int], *pins: int, sent_s: float = 1.0, session: str = ""
+    ) -> Iterator[Any]:
         """A request whose prompt is computed in chunks, and that ends when this does."""
         cache, allocation = self.cache, sglang("mem_cache.allocation")
         batch = sglang("managers.schedule_batch")
         req = batch.Req(str(next(NUMBERS)), "", array("q", ids), batch.SamplingParams())
         told = tuple((end, 300.0) for end in pins)
-        req.sgl_ext = RequestState(Hints((), (), told, "", "s", sent_s, True, False, True))
+        hints = Hints((), (), told, "", "s", sent_s, True, False, True, conversation=session)
+        req.sgl_ext = RequestState(hints)
         req.init_next_round_input(cache)
         req.lock = cache.lock(req.last_node)
         allocation.alloc_req_slots(self.rows, [req], cache)
@@ -144,9 +147,9 @@ class Model:
         req.finished_reason = batch.FINISH_LENGTH(0)
         sglang("mem_cache.common").release_kv_cache(req, cache, checkpoint=True)
 
-    def serve(self, ids: list[int], *pins: int, sent_s: float = 1.0) -> int:
+    def serve(self, ids: list[int], *pins: int, sent_s: float = 1.0, session: str = "") -> int:
         """Runs a request; how much of its prompt it read."""
-        with self.running(ids, *pins, sent_s=sent_s) as req:
+        with self.running(ids, *pins, sent_s=sent_s, session=session) as req:
             pass
         self.assert_nothing_lost()
         return int(req.cached_tokens)
@@ -273,3 +276,24 @@ def test_a_request_that_gives_up_its_window_takes_nothing_from_a_pin(model: Mode
     model.keeper.release(list(model.keeper.pins), "deleted")
     assert model.locked == (0, 0)
     model.assert_nothing_lost()
+
+
+def test_an_engine_that_ends_stores_first_what_its_sessions_read_soonest(
+    model: Model, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    module, now_s = loaded("sgl_ext.engine.scheduler.radix_cache"), 0.0
+    monkeypatch.setattr(module, "shared_pages_of", lambda _: SimpleNamespace(note=lambda *_: 0))
+    monkeypatch.setattr(module, "time", SimpleNamespace(monotonic=lambda: now_s))
+    person, tools = prompt(100), prompt(60)
+    turns = (0.0, "person"), (58.0, "tools"), (59.0, "tools"), (60.0, "person")
+    for now_s, session in turns:
+        model.serve({"person": person, "tools": tools}[session], sent_s=now_s, session=session)
+    core = module._Core(model.cache.tree_core)
+
+    def stored() -> list[int]:
+        return [core.path(node)[-1][0] for node in model.cache.worth_storing()[:2]]
+
+    now_s = 61.0
+    assert stored() == [60, 100], "the person is usually away for a minute"
+    model.cache.reset()
+    assert model.cache.worth_storing() == []
