@@ -23,22 +23,20 @@ import asyncio
 import json
 import os
 import tempfile
-import time
 from collections import defaultdict
 from collections.abc import Mapping
-from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import aiohttp
 from sgl_ext_cpu.node import Node
 
-from bench.lib.arms import rotated, running_arms
-from bench.lib.engines import Engines, chosen, engine_parser
-from bench.lib.pin_load import CHAT, Answer, Texts, take
-from bench.lib.priority_load import clients, fitted
+from bench.lib import clients
+from bench.lib.clients import CHAT, Answer
+from bench.lib.engines import OURS, STOCK, Arm, chosen, engine_parser, rotated
 from bench.lib.script import Size, require, run
 from bench.lib.spread import ratio_spread, spread
+from bench.lib.texts import Texts, fitted
 
 CLIENTS = ("claude_code", "codex")
 SUM_UP = "Do NOT call any tools. Write a detailed summary of the conversation so far."
@@ -72,7 +70,6 @@ class Compaction(NamedTuple):
     """What a client saw of one."""
 
     summary: Answer
-    summary_s: float
     after: Answer
     warm: Answer
 
@@ -135,27 +132,17 @@ class Agent:
         return {
             "model": "tiny",
             "max_tokens": _SUMMARY_TOKENS if sums_up else 4,
-            "temperature": 0,
             "ignore_eos": True,
             "messages": messages,
             **({} if lacks_tools else {"tools": self.tools}),
             "prompt_cache_key": self._name,
-            "stream": True,
-            "stream_options": {"include_usage": True},
         }
 
 
-async def ask(http: aiohttp.ClientSession, url: str, body: _Json) -> tuple[Answer, float]:
-    """The answer, and how long it took."""
-    seen, begun_s = Answer(), time.perf_counter()
-    async with http.post(url + CHAT, json=body) as response:
-        require(response.status == 200, "every request is answered", status=response.status)
-        async for line in response.content:
-            if line.startswith(b"data: {"):
-                seen.ttft_ms = seen.ttft_ms or (time.perf_counter() - begun_s) * 1e3
-                take(seen, json.loads(line[6:]))
-    require(seen.prompt_tokens > 0, "every answer is whole")
-    return seen, time.perf_counter() - begun_s
+async def ask(http: aiohttp.ClientSession, url: str, body: _Json) -> Answer:
+    answer = await clients.ask(http, url, CHAT, body)
+    require(answer.is_whole, "every request is answered whole")
+    return answer
 
 
 async def compact(http: aiohttp.ClientSession, url: str, agent: Agent, load: Load) -> Compaction:
@@ -165,11 +152,11 @@ async def compact(http: aiohttp.ClientSession, url: str, agent: Agent, load: Loa
         messages += agent.reads()
         await ask(http, url, agent.body(messages))
     asked = [*messages, {"role": "user", "content": SUM_UP}]
-    summary, summary_s = await ask(http, url, agent.body(asked, sums_up=True))
+    summary = await ask(http, url, agent.body(asked, sums_up=True))
     goes_on = agent.after(messages)
-    after, _ = await ask(http, url, agent.body(goes_on))
-    warm, _ = await ask(http, url, agent.body([*goes_on, *agent.reads()]))
-    return Compaction(summary, summary_s, after, warm)
+    after = await ask(http, url, agent.body(goes_on))
+    warm = await ask(http, url, agent.body([*goes_on, *agent.reads()]))
+    return Compaction(summary, after, warm)
 
 
 def figures(seen: Mapping[str, list[Compaction]]) -> dict[str, Any]:
@@ -205,7 +192,7 @@ def figures(seen: Mapping[str, list[Compaction]]) -> dict[str, Any]:
 
 def waited_s(one: Compaction) -> float:
     """How long a person waits for the summary and the first token after it."""
-    return one.summary_s + one.after.ttft_ms / 1e3
+    return one.summary.seconds + one.after.ttft_ms / 1e3
 
 
 def differing(seen: Mapping[str, list[Compaction]]) -> int:
@@ -222,7 +209,7 @@ async def measure(nodes: Mapping[str, Node], load: Load) -> dict[str, Any]:
     """Plays all rounds; each arm has its turn of a round, with an empty cache."""
     texts = fitted(nodes["stock"])
     seen: dict[str, dict[str, list[Compaction]]] = {client: defaultdict(list) for client in CLIENTS}
-    async with clients() as http:
+    async with clients.clients() as http:
         for number in range(load.rounds + 1):  # the first warms up
             for client in CLIENTS:
                 for name in rotated(list(nodes), number):
@@ -244,21 +231,16 @@ def main() -> None:
     options = engine_parser(__doc__).parse_args()
     load = LOADS[options.size]
     os.environ.setdefault("OMP_NUM_THREADS", "1")
-    engines: Engines = chosen(options, "tiny")
+    engines = chosen(options, "tiny")
     with tempfile.TemporaryDirectory(prefix="sgl-ext-bench-") as name:
         folder = Path(name)
         # HiCache writes a file for each page.
         flags = ("--max-total-tokens", str(load.pool), "--page-size", "16")
         host = ("--enable-hierarchical-cache", "--hicache-storage-backend", "file")
         files = {"SGLANG_HICACHE_FILE_BACKEND_STORAGE_DIR": str(folder / "pages")}
-        starts = {
-            "ours": partial(engines.ours, folder / "ours", *flags),
-            "stock": partial(engines.stock, folder / "stock", *flags),
-            "stock_hicache": partial(
-                engines.stock, folder / "hicache", *flags, *host, environment=files
-            ),
-        }
-        with running_arms(starts) as nodes:
+        hicache = Arm(host, environment=files)
+        arms = {"ours": OURS, "stock": STOCK, "stock_hicache": hicache}
+        with engines.serving(arms, *flags, folder=folder) as nodes:
             run("compaction", lambda: asyncio.run(measure(nodes, load)))
 
 

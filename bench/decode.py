@@ -27,15 +27,14 @@ import tempfile
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 import aiohttp
 from sgl_ext_cpu.node import ROOT, Node
 
-from bench.lib.arms import rotated, running_arms
-from bench.lib.engines import chosen, engine_parser, model_of
+from bench.lib.clients import CHAT, ask, clients
+from bench.lib.engines import OURS, STOCK, chosen, engine_parser, model_of, rotated
 from bench.lib.script import Size, require, run
 from bench.lib.spread import ratio_spread, spread
 
@@ -200,11 +199,15 @@ async def play(http: aiohttp.ClientSession, url: str, session: Session, into: Pl
         {"role": "user", "content": session.task},
     ]
     for number, turn in enumerate(session.turns):
-        text, calls, tokens, decoding_s = await _answer(http, url, session.task[:11], messages)
-        into.tokens += tokens
-        into.decoding_s += decoding_s
+        body = {"model": "model", "messages": messages, "tools": _TOOLS, "max_tokens": 6_000}
+        seen = await ask(http, url, CHAT, body, {_SESSION_HEADER: session.task[:11]})
+        require(seen.is_whole, "every request is answered whole")
+        into.tokens += seen.answer_tokens
+        into.decoding_s += seen.seconds - seen.ttft_ms / 1000
+        functions = [call["function"] for call in seen.calls.values()]
+        calls = [(one["name"], _read(one["arguments"])) for one in functions]
         wanted = [] if turn.call is None else [turn.call]
-        into.wrong += text.strip() != turn.text.strip() or calls != wanted
+        into.wrong += seen.content.strip() != turn.text.strip() or calls != wanted
         answered: dict[str, Any] = {"role": "assistant", "content": turn.text}
         if turn.call is not None:
             name, arguments = turn.call
@@ -219,46 +222,6 @@ async def play(http: aiohttp.ClientSession, url: str, session: Session, into: Pl
             )
 
 
-async def _answer(
-    http: aiohttp.ClientSession, url: str, name: str, messages: list[dict[str, Any]]
-) -> tuple[str, list[tuple[str, Any]], int, float]:
-    body = {
-        "model": "model",
-        "messages": messages,
-        "tools": _TOOLS,
-        "temperature": 0,
-        "max_tokens": 6_000,
-        "stream": True,
-        "stream_options": {"include_usage": True},
-    }
-    text, names, arguments = "", list[str](), list[str]()
-    first_s = last_s = 0.0
-    tokens = 0
-    async with http.post(
-        f"{url}/v1/chat/completions", json=body, headers={_SESSION_HEADER: name}
-    ) as response:
-        response.raise_for_status()
-        async for line in response.content:
-            if not line.startswith(b"data: {"):
-                continue
-            last_s = time.perf_counter()
-            first_s = first_s or last_s
-            event = json.loads(line[6:])
-            if event.get("usage"):
-                tokens = event["usage"]["completion_tokens"]
-            for choice in event["choices"]:
-                text += choice["delta"].get("content") or ""
-                for call in choice["delta"].get("tool_calls") or ():
-                    function = call["function"]
-                    if function.get("name"):
-                        names.append(function["name"])
-                        arguments.append("")
-                    if arguments:
-                        arguments[-1] += function.get("arguments") or ""
-    calls = [(name, _read(value)) for name, value in zip(names, arguments, strict=True)]
-    return text, calls, tokens, last_s - first_s
-
-
 def _read(arguments: str) -> Any:
     try:
         return json.loads(arguments)
@@ -269,11 +232,7 @@ def _read(arguments: str) -> Any:
 async def play_all(url: str, sessions: Sequence[Session], at_once: int) -> Played:
     """Plays sessions, so many at a time."""
     played, left = Played(), list(sessions)
-    timeout = aiohttp.ClientTimeout(total=None)
-    connector = aiohttp.TCPConnector(limit=0)
-    async with aiohttp.ClientSession(
-        timeout=timeout, connector=connector, read_bufsize=1 << 22
-    ) as http:
+    async with clients() as http:
 
         async def work() -> None:
             while left:
@@ -288,9 +247,9 @@ async def play_all(url: str, sessions: Sequence[Session], at_once: int) -> Playe
 async def own_answers(url: str, prompts: Sequence[Sequence[int]]) -> list[list[int]]:
     """The model's own greedy answers to prompts of tokens."""
     limit = asyncio.Semaphore(8)
-    async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=None)) as http:
+    async with clients() as http:
 
-        async def ask(prompt: Sequence[int]) -> list[int]:
+        async def answer(prompt: Sequence[int]) -> list[int]:
             sampling = {"temperature": 0, "max_new_tokens": 96, "ignore_eos": True}
             body = {"input_ids": list(prompt), "sampling_params": sampling}
             async with limit, http.post(f"{url}/generate", json=body) as response:
@@ -298,7 +257,7 @@ async def own_answers(url: str, prompts: Sequence[Sequence[int]]) -> list[list[i
                 ids: list[int] = (await response.json())["output_ids"]
                 return ids
 
-        return await asyncio.gather(*(ask(prompt) for prompt in prompts))
+        return await asyncio.gather(*(answer(prompt) for prompt in prompts))
 
 
 def own_prompts(number: int) -> list[list[int]]:
@@ -393,19 +352,15 @@ def main() -> None:
         script = Path(folder) / "script.jsonl"
         script.write_text("\n".join(line for session in sessions for line in session.lines()))
         environment = {"SGLEXT_CPU_SCRIPT": str(script), "OMP_NUM_THREADS": "1"}
-        starts = {
-            "stock": partial(engines.stock, Path(folder) / "stock", environment=environment),
-            "ours": partial(
-                engines.ours,
-                Path(folder) / "ours",
-                "--draft-from-context",
-                "session",
-                environment=environment,
+        arms = {
+            "stock": STOCK._replace(environment=environment),
+            "ours": OURS._replace(
+                flags=("--draft-from-context", "session"), environment=environment
             ),
         }
 
         def measure() -> dict[str, Any]:
-            with running_arms(starts) as nodes:
+            with engines.serving(arms, folder=Path(folder)) as nodes:
                 return measure_arms(nodes, plan, sessions)
 
         run("decode", measure)

@@ -17,26 +17,21 @@ requests do nothing but decode.
 from __future__ import annotations
 
 import asyncio
-import json
 import os
 import statistics
-import tempfile
-import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
-from pathlib import Path
 from typing import Any
 
-import aiohttp
 from sgl_ext_cpu.node import Node
 
-from bench.lib.arms import rotated, running_arms
 from bench.lib.capacity import Capacity, measured
-from bench.lib.engines import chosen, engine_parser
-from bench.lib.priority_load import GENERATE, Request, clients, fitted
+from bench.lib.clients import clients
+from bench.lib.engines import OURS, STOCK, chosen, engine_parser, rotated
+from bench.lib.generate import Answer, Request, play
 from bench.lib.script import Size, precondition, require, run
 from bench.lib.spread import percentiles_ms, ratio_spread, spread
+from bench.lib.texts import fitted
 from bench.lib.throughput import compared
 
 _OWN_TOKENS = 50
@@ -65,18 +60,6 @@ PLANS: dict[Size, Plan] = {
 
 
 @dataclass(frozen=True)
-class Answer:
-    """One request as its client saw it. `sent_s` is a time of the monotonic clock."""
-
-    sent_s: float
-
-    prompt_tokens: int
-    cached_tokens: int
-    ttft_ms: float
-    output_ids: tuple[int, ...]
-
-
-@dataclass(frozen=True)
 class Burst:
     """The answers of one round on one engine."""
 
@@ -92,23 +75,7 @@ class Burst:
 
     @property
     def ttft_ms(self) -> list[float]:
-        return [answer.ttft_ms for answer in self.answers]
-
-
-async def ask(http: aiohttp.ClientSession, url: str, text: str) -> Answer:
-    """Sends a request and reads its answer to the end."""
-    started, ttft_ms, event = time.perf_counter(), 0.0, b"{}"
-    body = Request(text, _ANSWER_TOKENS).body | {"stream": True}
-    async with http.post(url + GENERATE, json=body) as response:
-        response.raise_for_status()
-        async for line in response.content:
-            if line.startswith(b"data: {"):
-                ttft_ms = ttft_ms or (time.perf_counter() - started) * 1000
-                event = line[6:]
-    answer = json.loads(event)
-    meta = answer["meta_info"]
-    ids = tuple(answer["output_ids"])
-    return Answer(started, meta["prompt_tokens"], meta["cached_tokens"], ttft_ms, ids)
+        return [1000 * answer.wait_s for answer in self.answers]
 
 
 async def measure(nodes: Mapping[str, Node], plan: Plan, *, are_exact: bool) -> dict[str, Any]:
@@ -123,11 +90,12 @@ async def measure(nodes: Mapping[str, Node], plan: Plan, *, are_exact: bool) -> 
         for number in range(plan.rounds):
             prefix = texts.fresh(f"Round {number}", prefix_tokens)
             sent = [
-                f"{prefix} {texts.fresh(f'Agent {n}', _OWN_TOKENS)}" for n in range(plan.agents)
+                Request(f"{prefix} {texts.fresh(f'Agent {n}', _OWN_TOKENS)}", _ANSWER_TOKENS)
+                for n in range(plan.agents)
             ]
             for name in rotated(list(urls), number):
-                answers = await asyncio.gather(*(ask(http, urls[name], text) for text in sent))
-                alone = await ask(http, urls[name], prefix)
+                answers = await play(http, urls[name], sent)
+                (alone,) = await play(http, urls[name], [Request(prefix, _ANSWER_TOKENS)])
                 seen[name].append(Burst(alone.prompt_tokens, tuple(answers)))
                 check(seen[name][-1], prefix_tokens)
     found = figures(seen)
@@ -146,7 +114,9 @@ def fitted_prefix(plan: Plan, capacity: Capacity) -> int:
 
 def check(burst: Burst, prefix_tokens: int) -> None:
     """The requests were at the engine at once, their prefix was as long as planned, and cold."""
-    first_answered_s = min(answer.sent_s + answer.ttft_ms / 1000 for answer in burst.answers)
+    is_whole = all(answer.ended_s is not None for answer in burst.answers)
+    require(is_whole, "every request is answered whole")
+    first_answered_s = min(answer.sent_s + answer.wait_s for answer in burst.answers)
     last_sent_s = max(answer.sent_s for answer in burst.answers)
     precondition(last_sent_s < first_answered_s, "all requests are sent before one is answered")
     tokens = burst.prefix_tokens
@@ -180,17 +150,11 @@ def figures(seen: Mapping[str, Sequence[Burst]]) -> dict[str, Any]:
 
 def main() -> None:
     options = engine_parser(__doc__).parse_args()
-    plan = PLANS[options.size]
     # One core computes; clients and tokenizers need the other.
     os.environ.setdefault("OMP_NUM_THREADS", "1")
-    engines = chosen(options, "tiny")
-    with tempfile.TemporaryDirectory(prefix="sgl-ext-bench-") as folder:
-        starts = {
-            "stock": partial(engines.stock, Path(folder) / "stock", *FLAGS),
-            "ours": partial(engines.ours, Path(folder) / "ours", *FLAGS),
-        }
-        with running_arms(starts) as nodes:
-            run("fanout", lambda: asyncio.run(measure(nodes, plan, are_exact=engines.are_exact)))
+    engines, plan = chosen(options, "tiny"), PLANS[options.size]
+    with engines.serving({"stock": STOCK, "ours": OURS}, *FLAGS) as nodes:
+        run("fanout", lambda: asyncio.run(measure(nodes, plan, are_exact=engines.are_exact)))
 
 
 if __name__ == "__main__":

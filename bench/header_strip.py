@@ -17,50 +17,26 @@ nothing but decode; `decoding` also has our engine behind its balancer.
 from __future__ import annotations
 
 import asyncio
-import json
-import tempfile
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import partial
-from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
-import requests
 from sgl_ext_cpu.node import Node
 
-from bench.lib.arms import rotated, running_arms
 from bench.lib.capacity import measured
-from bench.lib.engines import chosen, engine_parser, model_of, page_size
-from bench.lib.priority_load import clients, fitted
+from bench.lib.clients import MESSAGES, Answer, ask_once, clients
+from bench.lib.engines import OURS, STOCK, chosen, engine_parser, model_of, page_size, rotated
 from bench.lib.script import Size, precondition, require, run
 from bench.lib.spread import ratio_spread, spread
+from bench.lib.texts import Texts, fitted
 from bench.lib.throughput import compared
-
-# What bench/header_strip sends: requests in Claude Code's shape, with its header or without.
 
 _HEADER = "x-anthropic-billing-header"
 
 
-class Timed(NamedTuple):
-    """A request's TTFT, and the prompt tokens that it found cached."""
-
-    ttft_ms: float
-    cached_tokens: int
-
-
-def timed(node: Node, document: str, question: str, *, has_header: bool) -> Timed:
-    """Streams one answer to its end."""
-    started = time.perf_counter()
-    events = stream(node, document, question, has_header=has_header)
-    usage = next(events)
-    ttft_ms = (time.perf_counter() - started) * 1000
-    for _ in events:
-        pass
-    return Timed(ttft_ms, usage_of(usage).cached_tokens)
-
-
-def request_body(document: str, question: str, *, has_header: bool, **more: Any) -> dict[str, Any]:
+def request_body(document: str, question: str, *, has_header: bool) -> dict[str, Any]:
     """A request in Claude Code's shape: a header block, an identity, a long block, tools."""
     mark = {"cache_control": {"type": "ephemeral"}}
     system: list[dict[str, Any]] = [
@@ -83,60 +59,24 @@ def request_body(document: str, question: str, *, has_header: bool, **more: Any)
     return {
         "model": "bench",
         "max_tokens": 2,
-        "temperature": 0,
         "system": system,
         "tools": tools,
         "messages": [{"role": "user", "content": content}],
-        **more,
     }
 
 
-def ask(node: Node, document: str, question: str, *, has_header: bool) -> dict[str, Any]:
-    """One answer, whole; returns its usage."""
-    answer = node.post("/v1/messages", request_body(document, question, has_header=has_header))
-    answer.raise_for_status()
-    usage: dict[str, Any] = answer.json()["usage"]
-    return usage
-
-
-def stream(
-    node: Node, document: str, question: str, *, has_header: bool
-) -> Iterator[dict[str, Any]]:
-    """One answer, streamed: yields the usage at its first event, then an empty dict an event."""
-    body = request_body(document, question, has_header=has_header, stream=True)
-    with requests.post(f"{node.url}/v1/messages", json=body, stream=True, timeout=600) as answer:
-        answer.raise_for_status()
-        for line in answer.iter_lines():
-            if not line.startswith(b"data: "):
-                continue
-            event = json.loads(line[6:])
-            if event["type"] == "error":
-                raise RuntimeError(event["error"]["message"])
-            yield event["message"]["usage"] if event["type"] == "message_start" else {}
-
-
-class Usage(NamedTuple):
-    """An answer's prompt tokens, and those of them that were cached."""
-
-    prompt_tokens: int
-    cached_tokens: int
-
-
-def usage_of(usage: dict[str, Any]) -> Usage:
-    """An Anthropic usage, whose `input_tokens` are neither read from the cache nor put there."""
-    cached = usage.get("cache_read_input_tokens") or 0
-    created = usage.get("cache_creation_input_tokens") or 0
-    return Usage(usage["input_tokens"] + created + cached, cached)
+def ask(node: Node, document: str, question: str, *, has_header: bool) -> Answer:
+    """One answer, to its end."""
+    return ask_once(node, MESSAGES, request_body(document, question, has_header=has_header))
 
 
 def fitted_document(node: Node, prompt_tokens: int) -> str:
     """Text at hand, cut so that a whole prompt has about so many tokens on this model."""
-    sources = sorted(Path(json.__file__).parent.parent.glob("*.py"))
-    text = "\n".join(path.read_text(errors="replace") for path in sources)[: prompt_tokens * 8]
+    text = Texts().source[: prompt_tokens * 8]
 
     def tokens(document: str) -> int:
         body = request_body(document, "?", has_header=False)
-        counted = node.post("/v1/messages/count_tokens", body)
+        counted = node.post(f"{MESSAGES}/count_tokens", body)
         counted.raise_for_status()
         return int(counted.json()["input_tokens"])
 
@@ -169,13 +109,8 @@ def main() -> None:
     if options.rounds:
         plan = replace(plan, rounds=options.rounds)
     engines = chosen(options, model_of(options.size, "bench"))
-    with tempfile.TemporaryDirectory(prefix="sgl-ext-bench-") as folder:
-        starts = {
-            "ours": partial(engines.ours, Path(folder) / "ours"),
-            "stock": partial(engines.stock, Path(folder) / "stock"),
-        }
-        with running_arms(starts) as nodes:
-            run("header_strip", partial(measure_all, nodes, plan))
+    with engines.serving({"ours": OURS, "stock": STOCK}) as nodes:
+        run("header_strip", partial(measure_all, nodes, plan))
 
 
 def measure_all(nodes: Mapping[str, Node], plan: Plan) -> dict[str, Any]:
@@ -209,19 +144,19 @@ def measure_lengths(nodes: Mapping[str, Node], plan: Plan, document: str) -> dic
         text = document[: len(document) * tokens // plan.lengths[-1]]
         for name in ("ours", "stock_without_header"):
             node, has_header = sent[name]
-            usage = usage_of(ask(node, text, "warm-up", has_header=has_header))
+            warm = ask(node, text, "warm-up", has_header=has_header)
         ms: dict[str, list[float]] = {name: [] for name in sent}
         for number in range(plan.rounds):
             for name in rotated(list(sent), number):
                 node, has_header = sent[name]
                 question = f"Question {number}, {tokens} tokens?"
-                seen = timed(node, text, question, has_header=has_header)
+                seen = ask(node, text, question, has_header=has_header)
                 ms[name].append(seen.ttft_ms)
                 is_cold = seen.cached_tokens < 0.1 * tokens
                 wanted = "stock SGLang finds nothing cached after a header, and a prefix without"
                 precondition(is_cold == (name == "stock"), wanted, arm=name, length=tokens)
         found[str(tokens)] = {
-            "prompt_tokens": usage.prompt_tokens,
+            "prompt_tokens": warm.prompt_tokens,
             **{f"{name}_ms": spread(values, 1) for name, values in ms.items()},
             "stock_over_ours": ratio_spread(ms["stock"], ms["ours"], 2),
         }
@@ -251,14 +186,13 @@ def check_equal_token_ids(node: Node, document: str) -> None:
     )
     require(token_ids(plain) == token_ids(headed), "the strip leaves the token ids as they were")
     # And through /v1/messages: with the header, all whole pages before the last token are cached.
-    plain_tokens = usage_of(ask(node, document, "equal?", has_header=False)).prompt_tokens
-    usage = usage_of(ask(node, document, "equal?", has_header=True))
-    page = page_size(node)
+    tokens = ask(node, document, "equal?", has_header=False).prompt_tokens
+    stripped, page = ask(node, document, "equal?", has_header=True), page_size(node)
     require(
-        usage == (plain_tokens, (plain_tokens - 1) // page * page),
+        (stripped.prompt_tokens, stripped.cached_tokens) == (tokens, (tokens - 1) // page * page),
         "a stripped prompt finds all of the plain one cached",
-        plain_tokens=plain_tokens,
-        usage=usage,
+        plain_tokens=tokens,
+        stripped=stripped,
     )
 
 

@@ -40,46 +40,33 @@ from __future__ import annotations
 import asyncio
 import json
 import math
-import re
-import tempfile
 import time
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import partial
-from pathlib import Path
 from typing import Any
 
 import aiohttp
 from sgl_ext_cpu.node import Node
 
-from bench.lib.arms import rotated, running_arms
 from bench.lib.capacity import Capacity, measured
-from bench.lib.engines import Engines, chosen, engine_parser, pool_tokens
-from bench.lib.pin_load import (
-    MESSAGES,
-    Answer,
-    Conversation,
-    Flooded,
-    Texts,
-    ask,
-    flood,
-    single,
-)
+from bench.lib.clients import MESSAGES, Answer, ask
+from bench.lib.engines import OURS, STOCK, Arm, chosen, engine_parser, pool_tokens, rotated
+from bench.lib.pin_load import Conversation, Flooded, flood, single
 from bench.lib.script import Size, precondition, require, run
 from bench.lib.spread import percentiles_ms, ratio_spread
+from bench.lib.texts import Texts
 from bench.lib.throughput import compared
 
 _TTL_OVER_FLOODS = 2.5
 _EVICTED_SHARE = 0.1
 _EVICTED = "sglang:evicted_tokens_total"
 FLAGS = ("--chunked-prefill-size", "2048")
-ARMS: dict[str, tuple[Callable[..., AbstractContextManager[Node]], tuple[str, ...]]] = {
-    "pinned": (Engines.ours, ("--pin-budget", "0.3334")),
-    "stock": (Engines.stock, ()),
-    "stock_priority": (Engines.stock, ("--radix-eviction-policy", "priority")),
-    "stock_session": (Engines.stock, ("--enable-session-radix-cache",)),
-    "stock_hicache": (Engines.stock, ("--enable-hierarchical-cache",)),
+ARMS = {
+    "pinned": OURS._replace(flags=("--pin-budget", "0.3334")),
+    "stock": STOCK,
+    "stock_priority": Arm(("--radix-eviction-policy", "priority")),
+    "stock_session": Arm(("--enable-session-radix-cache",)),
+    "stock_hicache": Arm(("--enable-hierarchical-cache",)),
 }
 _FIELDS: dict[str, dict[str, Any]] = {
     "stock_priority": {"priority": 1},
@@ -173,7 +160,7 @@ _LEAD = 0.25
 _SETTLE_S = 1.5
 
 
-class Arm:
+class Flooding:
     """A running engine, its conversation, and what it measured."""
 
     def __init__(
@@ -246,13 +233,6 @@ class Arm:
                     return dict(load)
         raise RuntimeError(f"{url} reports no load")
 
-    async def total(self, name: str) -> int:
-        """A counter of the engine's, summed over its labels."""
-        async with self._http.get(f"{self.node.engines[0]}/metrics") as answer:
-            page = await answer.text()
-        found = re.findall(rf"^{name}(?:\{{.*\}})? (\S+)$", page, re.MULTILINE)
-        return int(sum(map(float, found)))
-
     def _noted(self, answer: Answer) -> Answer:
         self.seen.aborted += not answer.is_whole
         return answer
@@ -296,7 +276,7 @@ class Trial:
 
     def __init__(
         self,
-        arms: Mapping[str, Arm],
+        arms: Mapping[str, Flooding],
         texts: Texts,
         plan: Plan,
         capacity: Capacity,
@@ -314,7 +294,7 @@ class Trial:
         plan, pinned, stock = self._plan, self._arms["pinned"], self._arms["stock"]
         for arm in self._in_turn(0):
             arm.seen.turns.append(await arm.turn())
-        evicted = await stock.total(_EVICTED)
+        evicted = stock.node.metric(_EVICTED)
         for number in range(1, plan.turns):
             alone = self._flood(f"Round {number}", plan.alone_pools)
             shared = self._flood(f"Round {number}, shared", plan.shared_pools)
@@ -323,7 +303,7 @@ class Trial:
         every_s = [b - a for a, b in zip(pinned.turned_s, pinned.turned_s[1:], strict=False)]
         slowest_s = round(max(every_s), 1)
         precondition(slowest_s < self._ttl_s, "turns come within the TTL", slowest_s=slowest_s)
-        evicted = await stock.total(_EVICTED) - evicted
+        evicted = stock.node.metric(_EVICTED) - evicted
         precondition(evicted > 0, "the flood makes stock SGLang evict")
         held = (await pinned.load())["pinned_tokens"]
         require(held > 0, "the flooded engine has pins")
@@ -364,7 +344,7 @@ class Trial:
     def _flood(self, name: str, pools: float) -> list[str]:
         return self._texts.flood(name, int(pools * self._plan.pool_tokens))
 
-    def _in_turn(self, number: int) -> list[Arm]:
+    def _in_turn(self, number: int) -> list[Flooding]:
         return rotated(list(self._arms.values()), number)
 
 
@@ -385,7 +365,7 @@ async def measure(nodes: Mapping[str, Node], plan: Plan) -> dict[str, Any]:
         require(pool == plan.pool_tokens, "engines have the memory of the plan", tokens=pool)
         ttl = f"{ttl_s(plan, capacity, len(nodes))}s"
         arms = {
-            name: Arm(
+            name: Flooding(
                 node,
                 Conversation(
                     system, texts, ttl=ttl if name == "pinned" else "", more=_FIELDS.get(name)
@@ -442,14 +422,8 @@ def main() -> None:
     if engines.running:  # of any size
         plan = plan.for_pool(pool_tokens(engines.running_node("stock")))
         engines.running_node("ours").flush()  # of pins
-    with ExitStack() as stack:
-        folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="sgl-ext-bench-")))
-        starts = {
-            name: partial(start, engines, folder / name, *pool, *FLAGS, *flags)
-            for name, (start, flags) in ARMS.items()
-            if name in plan.arms
-        }
-        nodes = stack.enter_context(running_arms(starts))
+    arms = {name: arm for name, arm in ARMS.items() if name in plan.arms}
+    with engines.serving(arms, *pool, *FLAGS) as nodes:
         run("pin_flood", lambda: asyncio.run(measure(nodes, plan)))
 
 

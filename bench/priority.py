@@ -38,36 +38,30 @@ import asyncio
 import json
 import os
 import statistics
-import tempfile
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 from sgl_ext_cpu.node import Node
 
-from bench.lib.arms import rotated, running_arms
 from bench.lib.capacity import Capacity, measured
-from bench.lib.engines import Engines, chosen, engine_parser
-from bench.lib.priority_load import (
+from bench.lib.clients import clients
+from bench.lib.engines import OURS, STOCK, Arm, chosen, engine_parser, rotated
+from bench.lib.generate import (
     BATCH,
     INTERACTIVE,
     Answer,
     Load,
-    clients,
-    fitted,
     play,
     queues_found,
     sent_beside_batch,
 )
 from bench.lib.script import NotValid, Size, precondition, require, run
 from bench.lib.spread import percentiles_ms, ratio_spread, spread
+from bench.lib.texts import fitted
 from bench.lib.throughput import compared, rates, total_per_s
 from sgl_ext.settings.schema import EngineSettings
-
-# The figures of a run of bench/priority.
 
 Rounds = Sequence[Sequence[Answer]]
 
@@ -185,15 +179,14 @@ def _waits_ms(answers: Sequence[Answer]) -> list[float]:
 _AGING_S = EngineSettings().aging_s
 FLAGS = ("--chunked-prefill-size", "2048")
 ARMS = {
-    "fcfs": (Engines.stock, ()),
-    "stock_priority": (
-        Engines.stock,
+    "fcfs": STOCK,
+    "stock_priority": Arm(
         (
             "--enable-priority-scheduling",
             *("--default-priority-value", "0", "--priority-scheduling-preemption-threshold", "9"),
-        ),
+        )
     ),
-    "ours": (Engines.ours, ()),
+    "ours": OURS,
 }
 _SLOTS = 8
 _POOL_TOKENS = 8192
@@ -316,24 +309,13 @@ def _counters(node: Node) -> dict[str, float]:
     return {name: node.metric(name) for name in _COUNTERS}
 
 
-def arms(engines: Engines, folder: Path) -> dict[str, Callable[[], AbstractContextManager[Node]]]:
-    """What starts the engine of each arm."""
-    return {
-        name: partial(start, engines, folder / name, *FLAGS, *_LIMITS, *flags)
-        for name, (start, flags) in ARMS.items()
-    }
-
-
 def main() -> None:
     options = engine_parser(__doc__).parse_args()
     plan = PLANS[options.size]
     # One core computes; clients and tokenizers need the other.
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     engines = chosen(options, "tiny")
-    with (
-        tempfile.TemporaryDirectory(prefix="sgl-ext-bench-") as folder,
-        running_arms(arms(engines, Path(folder))) as nodes,
-    ):
+    with engines.serving(ARMS, *FLAGS, *_LIMITS) as nodes:
         run("priority", partial(measure_all, nodes, plan, are_exact=engines.are_exact))
 
 

@@ -41,10 +41,11 @@ import aiohttp
 import psutil
 from sgl_ext_cpu.node import FORKING, Node
 
+from bench.lib.clients import MESSAGES, Answer, ask
 from bench.lib.engines import Engines, chosen, engine_parser, model_of
-from bench.lib.pin_load import MESSAGES, Answer, Conversation, Texts, ask, single
-from bench.lib.priority_load import fitted
+from bench.lib.pin_load import Conversation, single
 from bench.lib.script import Size, precondition, require, run
+from bench.lib.texts import Texts, fitted
 
 STOCK, FILE, MEMORY, OURS = "stock", "stock_file", "ours_memory", "ours"
 ARMS = (STOCK, FILE, MEMORY, OURS)
@@ -285,7 +286,7 @@ class Trial:
         await self._long(http, self._texts.fresh("First request", 500))
         self.seen.prefill_ms.append(cold.ttft_ms)
         self.seen.read.append(await self._long(http, prompts[0]))
-        self.seen.read[-1].text += (await self._long(http, prompts[1])).text + cold.text
+        self.seen.read[-1].content += (await self._long(http, prompts[1])).text + cold.text
 
     async def _long(self, http: aiohttp.ClientSession, text: str) -> Answer:
         return await ask(http, self._servers.url(0), MESSAGES, single(text))

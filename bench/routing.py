@@ -42,7 +42,7 @@ from typing import Any
 import requests
 from sgl_ext_cpu.node import ROOT, free_port, is_healthy, running_balancer, running_process
 
-from bench.lib.arms import rotated
+from bench.lib.engines import rotated
 from bench.lib.other_routers import running_peer
 from bench.lib.script import Size, parser_of, precondition, require, run
 from bench.lib.spread import spread

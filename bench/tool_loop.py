@@ -34,7 +34,7 @@ import orjson
 import requests
 from sgl_ext_cpu.node import free_port, is_healthy, running_balancer, running_process
 
-from bench.lib.arms import rotated
+from bench.lib.engines import rotated
 from bench.lib.script import Size, parser_of, require, run
 from bench.lib.spread import spread
 

@@ -35,13 +35,12 @@ from typing import Any
 from sgl_ext_cpu import front_end
 from sgl_ext_cpu.node import Node
 
-from bench.lib.arms import running_arms
 from bench.lib.capacity import measured
-from bench.lib.engines import Engines, chosen, engine_parser, model_of
-from bench.lib.pin_load import MESSAGES, Texts
-from bench.lib.priority_load import clients, fitted
+from bench.lib.clients import MESSAGES, clients
+from bench.lib.engines import Arm, Engines, chosen, engine_parser, model_of
 from bench.lib.script import Size, require, run
 from bench.lib.spread import ratio_spread, spread
+from bench.lib.texts import Texts, fitted
 from bench.lib.throughput import compared
 from bench.lib.warm.bodies import BODIES
 from bench.lib.warm.load import Answer, Conversation, ask
@@ -205,20 +204,12 @@ def compare(engines: Engines, plan: Plan) -> dict[str, Any]:
             "stock": Stopwatch(folder / "stock", SHARED),
             "ours": Stopwatch(folder / "ours", SHARED | OURS),
         }
-        starts = {"stock": engines.stock, "ours": engines.ours}
-        nodes = stack.enter_context(
-            running_arms(
-                {
-                    arm: partial(
-                        start,
-                        folder / f"{arm}-logs",
-                        *(*engines.on_cpu(*_FLAGS), *_NAME),
-                        environment=watches[arm].environment,
-                    )
-                    for arm, start in starts.items()
-                }
-            )
-        )
+        arms = {
+            arm: Arm(is_ours=arm == "ours", environment=watch.environment)
+            for arm, watch in watches.items()
+        }
+        flags = (*engines.on_cpu(*_FLAGS), *_NAME)
+        nodes = stack.enter_context(engines.serving(arms, *flags, folder=folder / "logs"))
         for watch in watches.values():
             watch.spans()  # raises if a function to time is missing
         texts = fitted(nodes["ours"])

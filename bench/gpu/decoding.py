@@ -7,9 +7,10 @@ from dataclasses import replace
 from typing import Any
 
 from bench.lib.capacity import measured
+from bench.lib.clients import clients
 from bench.lib.engines import Engines, chosen, engine_parser
-from bench.lib.priority_load import clients, fitted
 from bench.lib.script import run
+from bench.lib.texts import fitted
 from bench.lib.throughput import compared
 
 _STREAMS = (8, 32)

@@ -24,8 +24,9 @@ import aiohttp
 from sgl_ext_cpu.node import Node
 
 from bench.lib.engines import chosen, engine_parser
-from bench.lib.priority_load import Answer, Load, Request, ask, fitted, play
+from bench.lib.generate import Answer, Load, Request, ask, play
 from bench.lib.script import Size, require, run
+from bench.lib.texts import fitted
 
 _PIN = {"cache_control": {"type": "ephemeral", "ttl": "600s"}}
 _LOADS: dict[Size, Load] = {

@@ -17,9 +17,9 @@ from sgl_ext_cpu.node import Node
 
 from bench.gpu.groups import FACTS
 from bench.lib.engines import Engines, chosen, engine_parser
-from bench.lib.pin_load import Texts
-from bench.lib.priority_load import GENERATE, Request
+from bench.lib.generate import GENERATE, Request
 from bench.lib.script import require, run
+from bench.lib.texts import Texts
 
 RESOLVED = (
     *("device", "attention_backend", "prefill_attention_backend", "decode_attention_backend"),

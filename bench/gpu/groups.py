@@ -19,11 +19,9 @@ import time
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
-from functools import partial
 from pathlib import Path
 
-from bench.lib.arms import running_arms
-from bench.lib.engines import chosen, engine_parser
+from bench.lib.engines import Arm, chosen, engine_parser
 from bench.priority import ARMS as PRIORITY_ARMS
 from bench.speculative_prefill import FLAGS as PREFILL_FLAGS
 from bench.speculative_prefill import template_without_switch
@@ -32,7 +30,7 @@ Setting = str | int | float | bool
 FACTS = "facts.json"
 """Beside our engine's logs."""
 _HOST = ("--enable-hierarchical-cache", "--hicache-write-policy", "write_through")
-_STOCK_PRIORITY = PRIORITY_ARMS["stock_priority"][1]
+_STOCK_PRIORITY = PRIORITY_ARMS["stock_priority"].flags
 _DETERMINISTIC: Mapping[str, Setting] = {
     "enable-deterministic-inference": True,
     "cuda-graph-backend-decode": "disabled",
@@ -94,16 +92,11 @@ def main() -> None:
         template = template_without_switch(engines.model, folder / "template.jinja")
         more = (*PREFILL_FLAGS, "--chat-template", str(template))
     started = time.monotonic()
-    starts = {
-        name: partial(
-            engines.ours if name == "ours" else engines.stock,
-            folder / name,
-            *(*flags, *more),
-            environment=probe if name == "ours" else None,
-        )
+    arms = {
+        name: Arm(flags, name == "ours", probe if name == "ours" else None)
         for name, flags in group.arms.items()
     }
-    with suppress(KeyboardInterrupt), running_arms(starts) as nodes:
+    with suppress(KeyboardInterrupt), engines.serving(arms, *more, folder=folder) as nodes:
         start_s = round(time.monotonic() - started, 1)
         found = {
             name: {"url": node.url, "engines": node.engines, "log_dir": str(node.log_dir)}

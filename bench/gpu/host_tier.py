@@ -17,9 +17,11 @@ from typing import Any
 from sgl_ext_cpu.node import Node
 
 from bench.gpu.equality import one_by_one, pinned
+from bench.lib.clients import clients
 from bench.lib.engines import chosen, engine_parser, pool_tokens
-from bench.lib.priority_load import Answer, Request, clients, fitted
+from bench.lib.generate import Answer, Request
 from bench.lib.script import require, run
+from bench.lib.texts import fitted
 
 _PROMPTS, _POOLS, _ANSWER_TOKENS = 16, 2, 48
 _NEXT_TURN = "And what comes after all of this?"

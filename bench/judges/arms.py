@@ -13,8 +13,7 @@ from typing import Any
 import requests
 from sgl_ext_cpu.node import Node
 
-from bench.lib.arms import running_arms
-from bench.lib.engines import Engines
+from bench.lib.engines import OURS, STOCK, Engines
 from bench.lib.other_routers import nginx_version, running_peer
 
 PEERS = ("sglang-router", "smg")
@@ -63,12 +62,12 @@ def arms_of(engines: Engines, folder: Path, peers: Collection[str]) -> Iterator[
 
     Stock SGLang has no balancer. Requests go in turn, by nginx, or without it by sglang-router.
     """
-    starts = {
-        "ours": lambda: engines.ours(folder / "ours", "--instances", "2"),
-        "first": lambda: engines.stock(folder / "first"),
-        "second": lambda: engines.stock(folder / "second"),
+    started = {
+        "ours": OURS._replace(flags=("--instances", "2")),
+        "first": STOCK,
+        "second": STOCK,
     }
-    with running_arms(starts) as nodes, ExitStack() as stack:
+    with engines.serving(started, folder=folder) as nodes, ExitStack() as stack:
         stock = (nodes["first"], nodes["second"])
         workers = [node.url for node in stock]
         has_nginx = nginx_version() is not None

@@ -13,8 +13,8 @@ from typing import Any
 
 import aiohttp
 
-from bench.lib.pin_load import Texts
-from bench.lib.priority_load import Answer, Request, play
+from bench.lib.generate import Answer, Request, play
+from bench.lib.texts import Texts
 
 _PREFILL_TOKENS, _PREFILL_S = 2_000, 0.3
 _DECODE_TOKENS, _DECODE_S, _MOST_DECODE_TOKENS = 16, 0.4, 512

@@ -1,4 +1,5 @@
-"""Which engines a bench starts: their model, their settings, and what may be expected of them.
+"""The arms of a bench: which engines it starts, with which model and settings, and what may be
+expected of them.
 
 By default these are engines on the CPU with a small local model. `--config` and `--model` select
 others, such as engines on a GPU.
@@ -9,19 +10,48 @@ from __future__ import annotations
 import argparse
 import json
 import subprocess
-from collections.abc import Mapping
-from contextlib import AbstractContextManager, nullcontext
+import tempfile
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, NamedTuple, TypeVar, cast
 
 import requests
-from sgl_ext_cpu.node import CPU_CONFIG, Node, local_model, running_node
+from sgl_ext_cpu.node import (
+    CPU_CONFIG,
+    Node,
+    free_port,
+    is_healthy,
+    local_model,
+    running_node,
+    running_process,
+)
 
 from bench.lib.script import Size, parser_of
-from bench.lib.stock_engine import stock_engine
-from sgl_ext.node.hardware import CPU_PLATFORM, named_platform
+from sgl_ext.node.hardware import (
+    CPU_PLATFORM,
+    engine_command,
+    engine_environment,
+    find_hardware,
+    named_platform,
+)
 from sgl_ext.settings.sources import launch_settings
+
+T = TypeVar("T")
+
+
+class Arm(NamedTuple):
+    """What an arm of a comparison starts: our node, or SGLang without the plugin."""
+
+    flags: tuple[str, ...] = ()
+    is_ours: bool = False
+    environment: Mapping[str, str] | None = None
+
+
+OURS, STOCK = Arm(is_ours=True), Arm()
 
 
 @dataclass(frozen=True)
@@ -59,6 +89,28 @@ class Engines:
             self.model, self._kept(log_dir), *flags, environment=environment, config=self.config
         )
 
+    @contextmanager
+    def serving(
+        self, arms: Mapping[str, Arm], *flags: str, folder: Path | None = None
+    ) -> Iterator[dict[str, Node]]:
+        """The nodes of these arms, which start at the same time, with the common flags and their
+        own. folder: of their logs, by the arm's name. Raises the error of one that does not start.
+        """
+        with ExitStack() as stack:
+            if folder is None:
+                made = tempfile.TemporaryDirectory(prefix="sgl-ext-bench-")
+                folder = Path(stack.enter_context(made))
+            starts = {
+                name: partial(
+                    self.ours if arm.is_ours else self.stock,
+                    folder / name,
+                    *(*flags, *arm.flags),
+                    environment=arm.environment,
+                )
+                for name, arm in arms.items()
+            }
+            yield stack.enter_context(running_arms(starts))
+
     def running_node(self, *names: str) -> Node:
         """The running engine of the first of these arms that has one; LookupError if none has."""
         name = next((name for name in names if name in self.running), "")
@@ -74,6 +126,55 @@ class Engines:
         """These flags if the engines run on the CPU platform, else none."""
         settings = launch_settings(["--config", str(self.config), "--model-path", str(self.model)])
         return flags if named_platform(settings) == CPU_PLATFORM else ()
+
+
+@contextmanager
+def stock_engine(
+    model: Path,
+    log_dir: Path,
+    *flags: str,
+    environment: Mapping[str, str] | None = None,
+    config: Path = CPU_CONFIG,
+) -> Iterator[Node]:
+    """Starts it with the configuration and the flags that our engines get, and ends it.
+
+    It has a session of its own, as each of our engines has: Linux shares the cores among sessions.
+    `environment` adds to this process's variables.
+    Raises RuntimeError with the end of its log if it does not come up.
+    """
+    settings = launch_settings(["--config", str(config), "--model-path", str(model), *flags])
+    found, port = find_hardware(settings), free_port()
+    command = engine_command(settings, found, port)
+    command[command.index("-m") + 1] = "sglang.launch_server"
+    own = engine_environment(settings, found, 0) | {"SGLANG_PLUGINS": "none"}
+    url = f"http://127.0.0.1:{port}"
+    with running_process(
+        command,
+        log_dir / "engine.log",
+        partial(is_healthy, url),
+        environment={**own, **(environment or {})},
+        own_session=True,
+    ) as process:
+        yield Node(url, (url,), process, log_dir)
+
+
+@contextmanager
+def running_arms(
+    starts: Mapping[str, Callable[[], AbstractContextManager[Node]]],
+) -> Iterator[dict[str, Node]]:
+    """The started node of each arm, by its name. Raises the error of one that does not start."""
+    with ExitStack() as stack, ThreadPoolExecutor() as pool:
+        starting = {
+            name: pool.submit(lambda start: stack.enter_context(start()), start)
+            for name, start in starts.items()
+        }
+        yield {name: node.result() for name, node in starting.items()}
+
+
+def rotated(arms: Sequence[T], number: int) -> list[T]:
+    """The arms in the order of round `number`, in which each begins in its turn."""
+    first = number % len(arms)
+    return [*arms[first:], *arms[:first]]
 
 
 def page_size(node: Node) -> int:

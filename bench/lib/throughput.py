@@ -12,12 +12,12 @@ from typing import Any
 
 import aiohttp
 
-from bench.lib.arms import rotated
 from bench.lib.capacity import Capacity, stream_rates
-from bench.lib.pin_load import Texts
-from bench.lib.priority_load import Answer, Request, play
+from bench.lib.engines import rotated
+from bench.lib.generate import Answer, Request, play
 from bench.lib.script import require
 from bench.lib.spread import ratio_spread, spread
+from bench.lib.texts import Texts
 
 _LEAST = 0.98
 _PROMPT_TOKENS, _ROUND_S = 40, 1.0

@@ -18,21 +18,14 @@ import asyncio
 import os
 import random
 import statistics
-import tempfile
-import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
-from pathlib import Path
 from typing import Any
 
-import aiohttp
-import orjson
-import requests
 from sgl_ext_cpu.node import Node, local_model
 
-from bench.lib.arms import rotated, running_arms
-from bench.lib.engines import Engines, pool_tokens
+from bench.lib.clients import MESSAGES, Answer, ask, clients
+from bench.lib.engines import OURS, STOCK, Engines, pool_tokens, rotated
 from bench.lib.script import precondition, require
 from bench.lib.spread import ratio_spread, spread
 from bench.recorded.sessions import BLOCK_TOKENS, Conversation, Session
@@ -43,7 +36,6 @@ _MOST_BLOCKS = 1_200
 """Longer prompts are left out: one of them would be half of an engine's memory."""
 _LEAST_TURNS = 6
 _FLAGS = ("--max-total-tokens", "16384", "--enable-cache-report")
-_TIMEOUT = aiohttp.ClientTimeout(total=300)
 
 
 @dataclass(frozen=True)
@@ -55,14 +47,8 @@ class Step:
     gap_s: float
 
 
-@dataclass(frozen=True)
-class Seen:
-    """An answer as its client saw it."""
-
-    text: str
-    prompt_tokens: int
-    cached_tokens: int
-    ttft_s: float
+Seen = Mapping[str, Answer]
+"""The answers of a round by the step's id."""
 
 
 def measure(
@@ -76,13 +62,8 @@ def measure(
     engines = Engines(local_model("tiny"))
     usable = short_enough(sessions)
     precondition(len(usable) >= agents, "there are sessions that are short enough")
-    with tempfile.TemporaryDirectory(prefix="sgl-ext-bench-") as folder:
-        starts = {
-            "stock": partial(engines.stock, Path(folder) / "stock", *_FLAGS),
-            "ours": partial(engines.ours, Path(folder) / "ours", *_FLAGS),
-        }
-        with running_arms(starts) as nodes:
-            return asyncio.run(_rounds(nodes, usable, rounds, agents, turns))
+    with engines.serving({"stock": STOCK, "ours": OURS}, *_FLAGS) as nodes:
+        return asyncio.run(_rounds(nodes, usable, rounds, agents, turns))
 
 
 async def _rounds(
@@ -93,14 +74,14 @@ async def _rounds(
     turns: int,
 ) -> dict[str, Any]:
     pool = pool_tokens(nodes["stock"])
-    seen: dict[str, list[dict[str, Seen]]] = {name: [] for name in nodes}
+    seen: dict[str, list[Seen]] = {name: [] for name in nodes}
     wrong = 0
     for number in range(rounds):
         chance = random.Random(number)
         chosen = chance.sample(usable, agents)
         played = [steps(one, f"{number} {place}", turns) for place, one in enumerate(chosen)]
         for name in rotated(list(nodes), number):
-            await asyncio.to_thread(_forget_all, nodes[name])
+            await asyncio.to_thread(nodes[name].flush)
             seen[name].append(await _play(nodes[name].url, played))
         ours, stock = seen["ours"][-1], seen["stock"][-1]
         require(ours.keys() == stock.keys(), "both arms answer the same turns")
@@ -120,10 +101,6 @@ async def _rounds(
             [_at(one, 0.9) for one in seen["ours"]], [_at(one, 0.9) for one in seen["stock"]]
         ),
     }
-
-
-def _forget_all(node: Node) -> None:
-    requests.post(f"{node.engines[0]}/flush_cache", timeout=60).raise_for_status()
 
 
 def steps(conversation: Conversation, name: str, turns: int) -> list[Step]:
@@ -161,8 +138,6 @@ def _body(system: str, messages: Sequence[str]) -> dict[str, Any]:
         "system": [{"type": "text", "text": system, **mark}],
         "messages": [{"role": "user", "content": [content]} for content in contents],
         "max_tokens": _ANSWER_TOKENS,
-        "temperature": 0,
-        "stream": True,
     }
 
 
@@ -191,54 +166,32 @@ def _common(one: Sequence[int], other: Sequence[int]) -> int:
     return next((n for n, (a, b) in enumerate(pairs) if a != b), min(len(one), len(other)))
 
 
-async def _play(url: str, played: Sequence[Sequence[Step]]) -> dict[str, Seen]:
+async def _play(url: str, played: Sequence[Sequence[Step]]) -> Seen:
     """Each agent's turns one after the other, all agents at once."""
-    found: dict[str, Seen] = {}
-    connector = aiohttp.TCPConnector(limit=0)
-    async with aiohttp.ClientSession(connector=connector, timeout=_TIMEOUT) as http:
+    found: dict[str, Answer] = {}
+    async with clients() as http:
 
         async def agent(number: int, own: Sequence[Step]) -> None:
             for step in own:
                 await asyncio.sleep(step.gap_s)
-                found[step.id] = await _ask(http, url, step, number)
+                session = {"x-claude-code-session-id": f"session-{number}", "x-api-key": "none"}
+                found[step.id] = await ask(http, url, MESSAGES, step.body, session)
+                require(found[step.id].is_whole, "each turn is answered", step=step.id)
 
         await asyncio.gather(*(agent(number, own) for number, own in enumerate(played)))
     return found
 
 
-async def _ask(http: aiohttp.ClientSession, url: str, step: Step, agent: int) -> Seen:
-    sent_s, first_s = time.perf_counter(), 0.0
-    text, prompt, cached = "", 0, 0
-    headers = {"x-claude-code-session-id": f"session-{agent}", "x-api-key": "none"}
-    async with http.post(f"{url}/v1/messages", json=step.body, headers=headers) as response:
-        response.raise_for_status()
-        async for line in response.content:
-            if not line.startswith(b"data: {"):
-                continue
-            event = orjson.loads(line[6:])
-            usage = event.get("usage") or event.get("message", {}).get("usage") or {}
-            if "input_tokens" in usage:
-                cached = usage.get("cache_read_input_tokens") or 0
-                written = usage.get("cache_creation_input_tokens") or 0
-                prompt = usage["input_tokens"] + written + cached
-            if event["type"] == "content_block_delta":
-                first_s = first_s or time.perf_counter()
-                delta = event["delta"]
-                text += delta.get("thinking", delta.get("text", ""))
-            require(event["type"] != "error", "each turn is answered", event=event)
-    return Seen(text, prompt, cached, (first_s or time.perf_counter()) - sent_s)
-
-
-def _largest(found: Mapping[str, Seen], agent: int) -> int:
+def _largest(found: Seen, agent: int) -> int:
     return max(one.prompt_tokens for id, one in found.items() if id.split()[1] == str(agent))
 
 
-def _at(found: Mapping[str, Seen], share: float) -> float:
-    times = sorted(one.ttft_s for one in found.values())
+def _at(found: Seen, share: float) -> float:
+    times = sorted(one.ttft_ms / 1000 for one in found.values())
     return times[min(int(share * len(times)), len(times) - 1)]
 
 
-def _figures(rounds: Sequence[Mapping[str, Seen]]) -> dict[str, Any]:
+def _figures(rounds: Sequence[Seen]) -> dict[str, Any]:
     return {
         "cached_share": spread([_cached_share(one) for one in rounds]),
         "ttft_p50_s": spread([_at(one, 0.5) for one in rounds]),
@@ -246,6 +199,6 @@ def _figures(rounds: Sequence[Mapping[str, Seen]]) -> dict[str, Any]:
     }
 
 
-def _cached_share(found: Mapping[str, Seen]) -> float:
+def _cached_share(found: Seen) -> float:
     prompt = sum(one.prompt_tokens for one in found.values())
     return sum(one.cached_tokens for one in found.values()) / max(prompt, 1)

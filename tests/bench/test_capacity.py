@@ -11,9 +11,10 @@ from aiohttp import web
 from aiohttp.test_utils import TestServer
 
 from bench.lib.capacity import Capacity, measured, stream_rates
-from bench.lib.pin_load import Texts
-from bench.lib.priority_load import Answer, Request, clients
+from bench.lib.clients import clients
+from bench.lib.generate import Answer, Request
 from bench.lib.spread import percentiles_ms
+from bench.lib.texts import Texts
 from bench.lib.throughput import compared, comparison, rates, stream_per_s, total_per_s
 
 SLOW = Capacity(prefill_per_s=2_000, decode_per_s=400, streams=8, pool_tokens=8_192, slots=8)

@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from bench.compaction import CLIENTS, LOADS, SUM_UP, Agent, Compaction, differing, figures
-from bench.lib.pin_load import Answer, Texts
+from bench.lib.clients import Answer
+from bench.lib.texts import Texts
 
 
 def answered(cached: int, ttft_ms: float, text: str) -> Answer:
-    return Answer(prompt_tokens=1_000, cached_tokens=cached, ttft_ms=ttft_ms, text=text)
+    return Answer(prompt_tokens=1_000, cached_tokens=cached, ttft_ms=ttft_ms, content=text)
 
 
 def seen(summary_s: float, after_ms: float, text: str = "a") -> Compaction:
     after, warm = answered(600, after_ms, text), answered(900, 100.0, text)
-    return Compaction(answered(900, 50.0, ""), summary_s, after, warm)
+    summary = replace(answered(900, 50.0, ""), seconds=summary_s)
+    return Compaction(summary, after, warm)
 
 
 @pytest.mark.parametrize("client", CLIENTS)

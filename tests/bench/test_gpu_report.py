@@ -29,7 +29,7 @@ from bench.gpu.groups import GROUPS
 from bench.gpu.machine import Machine, find_machine, freest, needed_bytes, with_model
 from bench.gpu.page import page
 from bench.lib.engines import engine_parser
-from bench.lib.priority_load import Load
+from bench.lib.generate import Load
 from bench.report.steps import Result, Step, held, run_step
 from sgl_ext.node.hardware import Hardware
 from sgl_ext.settings.schema import LaunchSettings, SettingsError
@@ -247,7 +247,7 @@ def test_answers_of_ours_may_differ_only_where_stocks_do() -> None:
 
 
 def test_interactive_requests_come_in_shares_of_what_the_batch_takes() -> None:
-    from bench.lib.pin_load import Texts
+    from bench.lib.texts import Texts
 
     load = Load(2, (10, 10), (10, 2), (0.25, 0.5))
     times = [one.at_s for one in load.requests(Texts(), "one", batch_s=8.0)]

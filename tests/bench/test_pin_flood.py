@@ -7,8 +7,10 @@ from typing import Any
 import pytest
 
 from bench.lib.capacity import Capacity
-from bench.lib.pin_load import Answer, Conversation, Flooded, Texts, take
+from bench.lib.clients import Answer, take
+from bench.lib.pin_load import Conversation, Flooded
 from bench.lib.script import InvariantBroken
+from bench.lib.texts import Texts
 from bench.pin_flood import (
     Part,
     Plan,
@@ -106,15 +108,19 @@ def test_both_protocols_streams_are_read() -> None:
         "input_tokens": 5, "cache_read_input_tokens": 70, "cache_creation_input_tokens": 25
     }  # fmt: skip
     seen = Answer()
-    assert not take(seen, {"type": "message_start", "message": {"usage": usage}})
-    assert take(seen, {"type": "content_block_delta", "delta": {"text": "a"}})
-    assert not take(seen, {"type": "message_delta", "usage": {"output_tokens": 8}})
+    take(seen, {"type": "message_start", "message": {"usage": usage}})
+    take(seen, {"type": "content_block_delta", "delta": {"thinking": "hm "}})
+    take(seen, {"type": "content_block_delta", "delta": {"text": "a"}})
+    take(seen, {"type": "message_delta", "usage": {"output_tokens": 8}})
     assert not seen.is_whole
-    assert not take(seen, {"type": "message_stop"})
+    take(seen, {"type": "message_stop"})
     assert seen == Answer(100, 70, 95, is_whole=True)
+    assert seen.text == "hm a"
     seen = Answer()
-    assert not take(seen, {"choices": [{"delta": {"role": "assistant", "content": ""}}]})
-    assert take(seen, {"choices": [{"delta": {"reasoning_content": "a"}}]})
+    take(seen, {"choices": [{"delta": {"role": "assistant", "content": ""}}]})
+    assert not seen.text
+    take(seen, {"choices": [{"delta": {"reasoning_content": "a"}}]})
     details = {"prompt_tokens_details": {"cached_tokens": 70}}
-    assert not take(seen, {"choices": [], "usage": {"prompt_tokens": 100, **details}})
+    take(seen, {"choices": [], "usage": {"prompt_tokens": 100, **details}})
     assert seen == Answer(100, 70)
+    assert seen.text == "a"

@@ -8,8 +8,7 @@ from typing import Any
 import pytest
 
 from bench.lib.capacity import Capacity
-from bench.lib.pin_load import Texts
-from bench.lib.priority_load import (
+from bench.lib.generate import (
     BATCH,
     INTERACTIVE,
     Answer,
@@ -19,6 +18,7 @@ from bench.lib.priority_load import (
     sent_beside_batch,
 )
 from bench.lib.script import NotValid
+from bench.lib.texts import Texts
 from bench.priority import (
     check_load,
     comparison,

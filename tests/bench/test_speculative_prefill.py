@@ -9,10 +9,20 @@ from typing import Any, cast
 import pytest
 
 from bench.lib.capacity import Capacity
-from bench.lib.pin_load import Answer, Texts
-from bench.lib.speculative_figures import arm_figures, cached_share, comparison, failed
-from bench.lib.speculative_load import Load, Person, Reply, Round, Stage, Turn
+from bench.lib.clients import Answer, take
+from bench.lib.texts import Texts
 from bench.lib.voice import Voice
+from bench.speculative_prefill import (
+    Load,
+    Person,
+    Round,
+    Stage,
+    Turn,
+    arm_figures,
+    cached_share,
+    comparison,
+    failed,
+)
 
 FEW = Load(people=1, turns=2, system=50, result=60)
 
@@ -29,15 +39,15 @@ def person(arm: str, name: str = "Round 0, person 1") -> Person:
     return Person(FEW, cast(Stage, stage), arm, name)
 
 
-def reply(*deltas: dict[str, Any]) -> Reply:
-    made = Reply()
+def reply(*deltas: dict[str, Any]) -> Answer:
+    made = Answer()
     for delta in deltas:
-        made.take({"choices": [{"delta": delta}]})
-    made.take({"choices": [], "usage": {"prompt_tokens": 9, "prompt_tokens_details": None}})
+        take(made, {"choices": [{"delta": delta}]})
+    take(made, {"choices": [], "usage": {"prompt_tokens": 9, "prompt_tokens_details": None}})
     return made
 
 
-def called(name: str = "a") -> Reply:
+def called(name: str = "a") -> Answer:
     first = {"index": 0, "id": name, "function": {"name": "next", "arguments": ""}}
     rest = {"index": 0, "id": None, "function": {"name": None, "arguments": "{}"}}
     thought = {"role": "assistant", "content": "", "reasoning_content": "\n hm"}
@@ -63,7 +73,7 @@ def test_what_was_streamed_is_sent_back() -> None:
     assert said.message == {
         "role": "assistant", "content": "", "reasoning_content": "\n hm", "tool_calls": calls
     }  # fmt: skip
-    assert said.seen.prompt_tokens == 9
+    assert said.prompt_tokens == 9
     text = reply({"reasoning_content": " hm"}, {"content": " yes"}, {"content": "."})
     assert text.message == {"role": "assistant", "content": " yes.", "reasoning_content": " hm"}
 

@@ -13,7 +13,7 @@ from urllib.parse import urlsplit
 
 from sgl_ext_cpu.node import Node
 
-from bench.lib.pin_load import Texts
+from bench.lib.texts import Texts
 from bench.lib.warm.bodies import BODIES
 
 _SYSTEM_TOKENS, _TOOLS, _TOOL_TOKENS = 1000, 20, 70

@@ -1,8 +1,7 @@
-"""What bench/priority sends: batch requests at once, and interactive ones while these run.
+"""A client of `/generate`, and a load of batch requests at once with interactive ones beside them.
 
-Everything goes to `/generate`, as it says how often a request was preempted and takes a
-priority in its body. Every answer is streamed, greedy and of a fixed length, and what its
-client saw of it is an `Answer`.
+This path says how often a request was preempted, and takes a priority in its body. Every answer is
+streamed, greedy and of a fixed length, and what its client saw of it is an `Answer`.
 """
 
 from __future__ import annotations
@@ -17,9 +16,8 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 import aiohttp
-from sgl_ext_cpu.node import Node
 
-from bench.lib.pin_load import Texts
+from bench.lib.texts import Texts
 
 GENERATE = "/generate"
 BATCH, INTERACTIVE = 0, 10
@@ -50,7 +48,7 @@ class Answer:
     first_s: when its first token came; None if none did. ended_s: when it was answered whole.
     preempted: how often it lost its slot or its memory.
     answered_tokens: those it had been answered with at these moments.
-    prompt_tokens: known once it is answered whole.
+    prompt_tokens, cached_tokens: known once it is answered whole.
     """
 
     request: Request
@@ -62,6 +60,7 @@ class Answer:
     answered_tokens: int = 0
     output_ids: list[int] = field(default_factory=list)
     prompt_tokens: int = 0
+    cached_tokens: int = 0
 
     @property
     def wait_s(self) -> float:
@@ -82,6 +81,7 @@ class Answer:
             whole = json.loads(event)
             self.output_ids = whole["output_ids"]
             self.prompt_tokens = whole["meta_info"]["prompt_tokens"]
+            self.cached_tokens = whole["meta_info"].get("cached_tokens", 0)
             self.ended_s = now_s
 
 
@@ -151,24 +151,6 @@ def queues_found(answers: Sequence[Answer]) -> list[int]:
         for one in answers
         if one.request.priority != BATCH
     ]
-
-
-def clients() -> aiohttp.ClientSession:
-    """Connections for as many requests at once as a load has. An engine closes what is idle for
-    5 s."""
-    timeout = aiohttp.ClientTimeout(total=600)
-    connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=4)
-    return aiohttp.ClientSession(timeout=timeout, connector=connector)
-
-
-def fitted(node: Node) -> Texts:
-    """Texts that know how long words are in tokens."""
-    texts, words = Texts(), 500
-    request = Request(texts.words("a sample", words), 1)
-    answer = node.post(GENERATE, request.body)
-    answer.raise_for_status()
-    texts.fit(int(answer.json()["meta_info"]["prompt_tokens"]), words)
-    return texts
 
 
 async def ask(http: aiohttp.ClientSession, url: str, request: Request, started: float) -> Answer:
