@@ -80,11 +80,6 @@ def middle(value: Any) -> float | None:
     return float(value) if is_number else None
 
 
-def extremes(value: Any) -> tuple[float, float] | None:
-    """The smallest and the largest round; None if there is no spread."""
-    return (float(value["min"]), float(value["max"])) if is_spread(value) else None
-
-
 def shown(value: Any) -> str:
     """A figure with its spread: `18.4 (17.9–21)`. A ratio whose spread crosses 1 says so."""
     if value is None:
@@ -133,22 +128,6 @@ def arms_table(
 def named_table(found: Mapping[str, Any], names: Mapping[str, Sequence[str]]) -> Table:
     """A row for each of these figures."""
     return Table(("", ""), [(name, look(found, *path)) for name, path in names.items()])
-
-
-def any_table(found: Any, head: str) -> Iterator[Table]:
-    """All figures, by their names; no table if there are none."""
-    if found is None:
-        return
-    rows = list(_figures(found, ""))
-    yield Table((head, "value"), rows)
-
-
-def _figures(found: Any, before: str) -> Iterator[tuple[str, Any]]:
-    if isinstance(found, Mapping) and not is_spread(found) and not is_not_valid(found):
-        for name, value in found.items():
-            yield from _figures(value, f"{before}, {label(name)}" if before else label(name))
-    else:
-        yield before, found
 
 
 def size_of(key: str) -> str:
