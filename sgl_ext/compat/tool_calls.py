@@ -54,7 +54,7 @@ from typing import Any
 
 import orjson
 
-from sgl_ext.compat.call_blocks import BLOCKS, Block, Cutter, Foreign, Reader, Said
+from sgl_ext.compat.call_blocks import BLOCKS, Block, Cutter, Foreign, Reader, Said, Value
 from sgl_ext.engine import sglang_api
 from sgl_ext.engine.arguments import in_effect
 from sgl_ext.engine.core.counters import counter
@@ -158,29 +158,17 @@ class ObjectEnd:
     def __init__(self) -> None:
         self.is_complete = False
         self.read = 0
-        self._depth = 0
-        self._in_text = self._is_escaped = False
+        self._value = Value("")
+        self._opening = ""
 
     def completed_by(self, piece: str) -> bool:
         """Whether the object is complete with this piece, and was not before."""
         if self.is_complete:
             return False
         self.read += len(piece)
-        for char in piece:
-            if self._in_text:
-                if self._is_escaped:
-                    self._is_escaped = False
-                elif char == "\\":
-                    self._is_escaped = True
-                elif char == '"':
-                    self._in_text = False
-            elif char == '"':
-                self._in_text = True
-            elif char in "{[":
-                self._depth += 1
-            elif char in "}]":
-                self._depth -= 1
-                self.is_complete |= self._depth == 0
+        self._opening = self._opening or piece.lstrip()[:1]
+        if self._opening in ("{", "["):
+            _, self.is_complete = self._value.read(piece)
         return self.is_complete
 
 
