@@ -39,6 +39,11 @@ def ratio_spread(ones: Sequence[float], others: Sequence[float], digits: int = 3
     return {**spread(ratios, digits), "crosses_1": min(ratios) <= 1 <= max(ratios)}
 
 
+def at(ordered: Sequence[float], share: float) -> float:
+    """The value at this share of values in order. There must be at least one."""
+    return ordered[min(int(share * len(ordered)), len(ordered) - 1)]
+
+
 def percentiles_ms(name: str, values: Sequence[float]) -> dict[str, float]:
     """Median and 99th percentile of times in milliseconds. There must be at least one."""
     two = [*values, *values] if len(values) == 1 else values

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
 
+from bench.lib.spread import at
 from bench.recorded.arms import Arm
 from bench.recorded.replay import Replay, replay
 from bench.recorded.sessions import BLOCK_TOKENS, Session
@@ -80,9 +81,9 @@ class Played:
             "computed_tokens": sum(
                 one.call.prompt_tokens - one.cached_tokens for one in self.answers
             ),
-            "ttft_p50_s": round(_at(first_s, 0.5), 3),
-            "ttft_p90_s": round(_at(first_s, 0.9), 3),
-            "ttft_p99_s": round(_at(first_s, 0.99), 3),
+            "ttft_p50_s": round(at(first_s, 0.5), 3),
+            "ttft_p90_s": round(at(first_s, 0.9), 3),
+            "ttft_p99_s": round(at(first_s, 0.99), 3),
             "call_mean_s": round(statistics.mean(call_s), 3),
             "output_tokens_per_s": round(output / self.counted_s, 2),
             "busy": round(self.busy, 3),
@@ -116,10 +117,6 @@ def share_of(answers: Sequence[Answer]) -> float:
     """The share of prompt tokens that were read from the cache."""
     prompt = sum(one.call.prompt_tokens for one in answers)
     return sum(one.cached_tokens for one in answers) / prompt if prompt else 0.0
-
-
-def _at(ordered: Sequence[float], share: float) -> float:
-    return ordered[min(int(share * len(ordered)), len(ordered) - 1)]
 
 
 def play(

@@ -27,7 +27,8 @@ from sgl_ext_cpu.node import Node, local_model
 from bench.lib.clients import MESSAGES, Answer, ask, clients
 from bench.lib.engines import OURS, STOCK, Engines, pool_tokens, rotated
 from bench.lib.script import precondition, require
-from bench.lib.spread import ratio_spread, spread
+from bench.lib.spread import at, ratio_spread, spread
+from bench.recorded.replay import common as common_blocks
 from bench.recorded.sessions import BLOCK_TOKENS, Conversation, Session
 
 _GAP_SCALE, _MOST_GAP_S = 1 / 100, 3.0
@@ -111,7 +112,7 @@ def steps(conversation: Conversation, name: str, turns: int) -> list[Step]:
     head = max(1, conversation.head_tokens // BLOCK_TOKENS)
     for number, turn in enumerate(conversation.turns[:turns]):
         blocks = [first + place for first, count in turn.runs for place in range(count)]
-        common = _common(before, blocks)
+        common = common_blocks(before, blocks)
         ends = [end for end in ends if end <= common]
         ends = sorted({min(head, len(blocks)), *ends, len(blocks)})
         texts = [
@@ -161,11 +162,6 @@ def _is_usable(conversation: Conversation) -> bool:
     )
 
 
-def _common(one: Sequence[int], other: Sequence[int]) -> int:
-    pairs = zip(one, other, strict=False)
-    return next((n for n, (a, b) in enumerate(pairs) if a != b), min(len(one), len(other)))
-
-
 async def _play(url: str, played: Sequence[Sequence[Step]]) -> Seen:
     """Each agent's turns one after the other, all agents at once."""
     found: dict[str, Answer] = {}
@@ -187,8 +183,7 @@ def _largest(found: Seen, agent: int) -> int:
 
 
 def _at(found: Seen, share: float) -> float:
-    times = sorted(one.ttft_ms / 1000 for one in found.values())
-    return times[min(int(share * len(times)), len(times) - 1)]
+    return at(sorted(one.ttft_ms / 1000 for one in found.values()), share)
 
 
 def _figures(rounds: Sequence[Seen]) -> dict[str, Any]:

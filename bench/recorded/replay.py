@@ -176,16 +176,16 @@ def compile_calls(
     ends: list[int] = []  # of segments, in blocks
     for number, turn in enumerate(conversation.turns):
         now = blocks[number]
-        common = _common(before, now)
+        shared = common(before, now)
         # Whatever followed the common beginning, an answer too, is not part of this prompt.
-        chained = keys[:common]
+        chained = keys[:shared]
         has_head = bool(now) and now[0] == first
         last = chained[-1] if chained else root
-        for position in range(common, len(now)):
+        for position in range(shared, len(now)):
             text = position if has_head and position < head else now[position] ^ own
             last = xxhash.xxh3_64_intdigest(text.to_bytes(8, "little"), last)
             chained.append(last)
-        ends = [end for end in ends if end <= common]
+        ends = [end for end in ends if end <= shared]
         if has_head and head and (not ends or ends[0] != head) and head < len(now):
             ends = [head, *(end for end in ends if end > head)]
         if now and (not ends or ends[-1] < len(now)):
@@ -220,7 +220,7 @@ def _answered(
     """The keys of a prompt and its answer: as the next prompt has them, if it goes on from here."""
     keys = chained[:]
     after = blocks[number + 1] if number + 1 < len(blocks) else []
-    goes_on = _common(now, after) == len(now)
+    goes_on = common(now, after) == len(now)
     last = keys[-1] if keys else own
     for position in range(len(keys), needed):
         known = goes_on and position < len(after)
@@ -236,7 +236,7 @@ def _blocks(runs: Sequence[tuple[int, int]], grain: int) -> list[int]:
     return whole[grain - 1 :: grain]
 
 
-def _common(one: Sequence[int], other: Sequence[int]) -> int:
+def common(one: Sequence[int], other: Sequence[int]) -> int:
     """How many blocks two prompts share from their beginning. Chained numbers would allow a binary
     search, but a recording's need not be."""
     length = min(len(one), len(other))
