@@ -18,8 +18,16 @@ after the answer and at a moment by chance (`kills` times). Then the arm starts 
 `ttft_after_node_restart_over_prefill` is the TTFT of the same prompt after the restart, over that
 of another prompt of the same length that nobody has computed; the median of all kills.
 
-`lost`: requests without a whole answer while engines restart one by one. `wrong_answers`: greedy
-answers of any arm that differ from those of `stock`, after restarts and kills alike.
+Beside that, `probes` short prompts a kill are sent: half of them before it, and half of them when
+it comes. All are sent again after the restart, and their answers are compared with stock's
+(`answers_after_kills`).
+
+`lost`: requests without a whole answer while engines restart one by one, or after a restart.
+`wrong_answers`: greedy answers of any arm that differ from those of `stock`, after restarts and
+kills alike.
+
+`--day` plays recorded sessions instead (`bench/lib/restarts_day.py`), by default on `stock` and
+`ours`.
 """
 
 from __future__ import annotations
@@ -29,154 +37,50 @@ import random
 import statistics
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import AbstractContextManager, ExitStack, suppress
+from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import aiohttp
-import psutil
-from sgl_ext_cpu.node import FORKING, Node
 
+from bench.lib import restarts_day
 from bench.lib.clients import MESSAGES, Answer, ask
 from bench.lib.engines import Engines, chosen, engine_parser, model_of
 from bench.lib.pin_load import Conversation, single
+from bench.lib.restarted_servers import ARMS, OURS, STOCK, Servers
+from bench.lib.restarts_day import DAYS, Day
 from bench.lib.script import Size, precondition, require, run
 from bench.lib.texts import Texts, fitted
+from bench.recorded.sessions import find_file, made_sessions, read_sessions
 
-STOCK, FILE, MEMORY, OURS = "stock", "stock_file", "ours_memory", "ours"
-ARMS = (STOCK, FILE, MEMORY, OURS)
-_HICACHE = (
-    *("--enable-hierarchical-cache", "--hicache-ratio", "2", "--page-size", "64"),
-    *("--hicache-storage-prefetch-policy", "timeout"),
-)
-_TIER_BYTES = str(4 << 30)
-_FILE_FOLDER = "SGLANG_HICACHE_FILE_BACKEND_STORAGE_DIR"
-_RESTART = "/sgl_ext/restart"
-_ENGINES = 2
-_POLL_S = 0.25
 # What was answered is stored within this time, on a machine that has nothing else to do.
 _STORED_S = 2.0
+_PROBE_HEAD_TOKENS, _PROBE_TOKENS, _PROBES_AT_ONCE = 400, 150, 8
 
 
 @dataclass(frozen=True)
 class Plan:
     """sessions, prefix_tokens: of the rolling restart. pause_s: between a session's turns.
-    long_tokens: of the prompt of the node's restart. kills: how often the node is killed."""
+    long_tokens: of the prompt of the node's restart. kills: how often the node is killed. probes:
+    short prompts at each kill."""
 
     sessions: int
     prefix_tokens: int
     pause_s: tuple[float, float]
     long_tokens: int
     kills: int
+    probes: int
     pool_tokens: int
 
 
 PLANS: Mapping[Size, Plan] = {
-    "full": Plan(16, 4000, (3.0, 8.0), 48_000, 8, 131_072),
-    "quick": Plan(8, 2500, (2.0, 5.0), 24_000, 2, 65_536),
-    "brief": Plan(6, 2000, (2.0, 4.0), 12_000, 1, 32_768),
-    "smallest": Plan(2, 600, (2.0, 3.0), 1500, 1, 8192),
+    "full": Plan(16, 4000, (3.0, 8.0), 48_000, 8, 128, 131_072),
+    "quick": Plan(8, 2500, (2.0, 5.0), 24_000, 2, 32, 65_536),
+    "brief": Plan(6, 2000, (2.0, 4.0), 12_000, 1, 16, 32_768),
+    "smallest": Plan(2, 600, (2.0, 3.0), 1500, 1, 4, 8192),
 }
-
-
-class Servers:
-    """The two engines of one arm, of which some may be down. ask: sends a session's request."""
-
-    def __init__(self, arm: str, engines: Engines, plan: Plan, folder: Path) -> None:
-        self.arm = arm
-        self._engines = engines
-        self._folder = folder / arm
-        self._disk = folder / f"{arm}-tier"
-        self._flags = ("--max-total-tokens", str(plan.pool_tokens))
-        self._running: list[ExitStack] = []
-        self.nodes: list[Node] = []
-        self._down: set[int] = set()
-
-    def start(self) -> None:
-        """Starts all engines."""
-        if self.arm in (MEMORY, OURS):
-            on_disk = ("--disk-tier", str(self._disk), "--disk-tier-bytes", _TIER_BYTES)
-            in_memory = ("--shared-tier-bytes", _TIER_BYTES)
-            tier = on_disk if self.arm == OURS else in_memory
-            flags = (*self._flags, *_HICACHE, *tier, "--instances", str(_ENGINES))
-            self._enter(self._engines.ours(self._folder, *flags, environment=FORKING))
-            return
-        self._running, self.nodes = [ExitStack()] * _ENGINES, [None] * _ENGINES  # type: ignore[list-item]
-        with ThreadPoolExecutor() as pool:
-            places = range(_ENGINES)
-            list(pool.map(lambda place: self._enter(self._stock(place), place), places))
-
-    def _stock(self, number: int) -> AbstractContextManager[Node]:
-        """Starts one stock engine."""
-        more, environment = tuple[str, ...](), dict(FORKING)
-        if self.arm == FILE:
-            self._disk.mkdir(exist_ok=True)
-            more = (*_HICACHE, "--hicache-storage-backend", "file")
-            environment[_FILE_FOLDER] = str(self._disk)
-        folder = self._folder.with_name(f"{self.arm}-{number}")
-        return self._engines.stock(folder, *self._flags, *more, environment=environment)
-
-    def _enter(self, server: AbstractContextManager[Node], place: int | None = None) -> None:
-        stack = ExitStack()
-        node = stack.enter_context(server)
-        if place is None:
-            self._running.append(stack)
-            self.nodes.append(node)
-        else:
-            self._running[place], self.nodes[place] = stack, node
-
-    def kill(self) -> None:
-        """Kills every process at once, without a warning."""
-        found = [psutil.Process(node.process.pid) for node in self.nodes]
-        found += [child for each in found for child in each.children(recursive=True)]
-        for process in found:
-            with suppress(psutil.NoSuchProcess):
-                process.kill()
-        psutil.wait_procs(found, timeout=30)
-        self.stop()
-
-    def stop(self) -> None:
-        for stack in self._running:
-            with suppress(ProcessLookupError):
-                stack.close()
-        self._running, self.nodes = [], []
-
-    def url(self, session: int) -> str:
-        """Where a session's request goes."""
-        if len(self.nodes) == 1:
-            return self.nodes[0].url
-        place = session % _ENGINES
-        return self.nodes[place if place not in self._down else (place + 1) % _ENGINES].url
-
-    async def restart_one_by_one(self, is_idle: Callable[[str], bool]) -> None:
-        """Restarts all engines while sessions go on. is_idle: whether no request is at a URL."""
-        if len(self.nodes) == 1:
-            await _restart_ours(self.nodes[0].url)
-            return
-        for place in range(_ENGINES):
-            self._down.add(place)
-            while not is_idle(self.nodes[place].url):  # noqa: ASYNC110 - requests end elsewhere
-                await asyncio.sleep(_POLL_S)
-            await asyncio.to_thread(self._running[place].close)
-            await asyncio.to_thread(self._enter, self._stock(place), place)
-            self._down.clear()
-
-
-async def _restart_ours(url: str) -> None:
-    async with aiohttp.ClientSession() as http:
-        async with http.post(url + _RESTART, json={}) as answer:
-            require(answer.status < 300, "a rolling restart begins", said=await answer.text())
-        while True:
-            await asyncio.sleep(_POLL_S)
-            async with http.get(url + _RESTART) as answer:
-                restart = await answer.json()
-            if restart["state"] != "running":
-                require(restart["state"] == "done", "engines restart", said=restart["error"])
-                return
 
 
 @dataclass
@@ -201,13 +105,14 @@ class Session:
 @dataclass
 class Seen:
     """What one arm measured. rolled: answers by session and turn. prefill_ms, read_ms: TTFTs of
-    the long prompts, by kill. read: their answers."""
+    the long prompts, by kill. read: their answers. probed: those of the short ones after kills."""
 
     cached_share: float = 0.0
     rolled: dict[tuple[int, int], Answer] = field(default_factory=dict)
     restart_s: float = 0.0
     prefill_ms: list[float] = field(default_factory=list)
     read: list[Answer] = field(default_factory=list)
+    probed: list[Answer] = field(default_factory=list)
     start_s: list[float] = field(default_factory=list)
 
     @property
@@ -273,13 +178,16 @@ class Trial:
         """Kills the arm a while after a long prompt, and beside work whose pages are written."""
         plan, servers = self._plan, self._servers
         prompts = [self._texts.fresh(f"Long {number}, {which}", plan.long_tokens) for which in "AB"]
+        head = self._texts.fresh(f"Probes {number}", _PROBE_HEAD_TOKENS)
+        probes = [self._probe(head, number, place) for place in range(plan.probes)]
         await self._long(http, self._texts.fresh("Warm-up", plan.long_tokens))
         cold = await self._long(http, prompts[0])
+        await self._all(http, probes[::2])
         await asyncio.sleep(_STORED_S)
-        beside = asyncio.create_task(self._long(http, prompts[1]))
+        beside = asyncio.gather(self._long(http, prompts[1]), self._all(http, probes[1::2]))
         await asyncio.sleep(random.Random(number).uniform(0.2, 1.0) * cold.ttft_ms / 1000)
         await asyncio.to_thread(servers.kill)
-        await beside  # it has no answer: its node is gone
+        await beside  # most have no answer: their node is gone
         began_s = time.monotonic()
         await asyncio.to_thread(servers.start)
         self.seen.start_s.append(time.monotonic() - began_s)
@@ -287,6 +195,21 @@ class Trial:
         self.seen.prefill_ms.append(cold.ttft_ms)
         self.seen.read.append(await self._long(http, prompts[0]))
         self.seen.read[-1].content += (await self._long(http, prompts[1])).text + cold.text
+        self.seen.probed += await self._all(http, probes)
+
+    def _probe(self, head: str, kill: int, place: int) -> str:
+        own = self._texts.fresh(f"Probe {kill}, {place}", _PROBE_TOKENS)
+        return f"{head}\n{own}"
+
+    async def _all(self, http: aiohttp.ClientSession, texts: Sequence[str]) -> list[Answer]:
+        """The answers to prompts that are sent a few at once."""
+        few = asyncio.Semaphore(_PROBES_AT_ONCE)
+
+        async def one(text: str) -> Answer:
+            async with few:
+                return await self._long(http, text)
+
+        return await asyncio.gather(*map(one, texts))
 
     async def _long(self, http: aiohttp.ClientSession, text: str) -> Answer:
         return await ask(http, self._servers.url(0), MESSAGES, single(text))
@@ -299,10 +222,14 @@ def compared(seen: Mapping[str, Seen], *, are_exact: bool) -> dict[str, Any]:
         rolled = seen[STOCK].rolled
         pairs = [(a, rolled[key]) for key, a in arm.rolled.items() if key in rolled]
         pairs += zip(arm.read, seen[STOCK].read, strict=True)
+        pairs += zip(arm.probed, seen[STOCK].probed, strict=True)
         wrong += sum(a.text != b.text for a, b in pairs if a.is_whole and b.is_whole)
         answers += len(pairs)
     require(wrong == 0 or not are_exact, "answers equal those of stock", wrong=wrong)
-    lost = {name: sum(not a.is_whole for a in arm.rolled.values()) for name, arm in seen.items()}
+    lost = {
+        name: sum(not a.is_whole for a in (*arm.rolled.values(), *arm.read, *arm.probed))
+        for name, arm in seen.items()
+    }
     ours = seen[OURS]
     precondition(seen[STOCK].cached_share < 0.95, "restarts lose prefixes of stock SGLang")
     return {
@@ -311,6 +238,7 @@ def compared(seen: Mapping[str, Seen], *, are_exact: bool) -> dict[str, Any]:
         "wrong_answers": wrong,
         "lost": lost[OURS],
         "answers": answers,
+        "answers_after_kills": len(ours.read) + len(ours.probed),
         "long_prompt_tokens": ours.read[0].prompt_tokens,
         "arms": {
             name: {
@@ -332,29 +260,64 @@ def compared(seen: Mapping[str, Seen], *, are_exact: bool) -> dict[str, Any]:
     }
 
 
-def measure(engines: Engines, plan: Plan, folder: Path, arms: Sequence[str]) -> dict[str, Any]:
-    """Runs the arms one after another and returns the bench's figures."""
-    seen: dict[str, Seen] = {}
-    texts: Texts | None = None
+ArmRun = Callable[[Servers], Coroutine[Any, Any, Any]]
+
+
+def play(
+    engines: Engines, pool_tokens: int, folder: Path, arms: Sequence[str], run_arm: ArmRun
+) -> dict[str, Any]:
+    """Runs the arms one after another; what each measured."""
+    seen: dict[str, Any] = {}
     for arm in arms:
-        servers = Servers(arm, engines, plan, folder)
+        servers = Servers(arm, engines, pool_tokens, folder)
         try:
             servers.start()
-            texts = texts or fitted(servers.nodes[0])
-            seen[arm] = asyncio.run(Trial(servers, texts, plan).run())
+            seen[arm] = asyncio.run(run_arm(servers))
         finally:
             servers.stop()
+    return seen
+
+
+def measure(engines: Engines, plan: Plan, folder: Path, arms: Sequence[str]) -> dict[str, Any]:
+    """The bench's figures."""
+    texts: list[Texts] = []
+
+    def trial(servers: Servers) -> Coroutine[Any, Any, Seen]:
+        if not texts:
+            texts.append(fitted(servers.nodes[0]))
+        return Trial(servers, texts[0], plan).run()
+
+    seen = play(engines, plan.pool_tokens, folder, arms, trial)
     return compared(seen, are_exact=engines.are_exact)
+
+
+def measure_day(engines: Engines, size: Size, folder: Path, arms: Sequence[str]) -> dict[str, Any]:
+    """The figures of a day."""
+    file, plan = find_file(), DAYS[size]
+    sessions = made_sessions(8 * plan.agents) if file is None else read_sessions(file)
+    played = restarts_day.plays(sessions, plan)
+    pool, source = restarts_day.POOL_TOKENS, "made" if file is None else "recorded"
+    seen = play(engines, pool, folder, arms, lambda servers: Day(servers, played).run())
+    found = restarts_day.compared(seen, played, ours=OURS, stock=STOCK)
+    wrong = found["wrong_answers"]
+    require(wrong == 0 or not engines.are_exact, "answers equal those of stock", wrong=wrong)
+    return {"form": "day", "source": source, **found}
 
 
 def main() -> None:
     parser = engine_parser(__doc__)
-    parser.add_argument("--arms", nargs="+", choices=ARMS, default=ARMS, help="default: all")
+    parser.add_argument("--arms", nargs="+", choices=ARMS, help="default: all")
+    parser.add_argument("--day", action="store_true", help="a day of recorded sessions")
     options = parser.parse_args()
-    engines = chosen(options, model_of(options.size, "bench"))
+    size, arms = options.size, options.arms or ((STOCK, OURS) if options.day else ARMS)
+    engines = chosen(options, model_of(size, "tiny" if options.day else "bench"))
     # TMPDIR must not be in memory: a disk tier there would be none.
     with tempfile.TemporaryDirectory(prefix="sgl-ext-bench-") as made:
-        run("restarts", lambda: measure(engines, PLANS[options.size], Path(made), options.arms))
+        folder = Path(made)
+        if options.day:
+            run("restarts", lambda: measure_day(engines, size, folder, arms))
+        else:
+            run("restarts", lambda: measure(engines, PLANS[size], folder, arms))
 
 
 if __name__ == "__main__":

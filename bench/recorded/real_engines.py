@@ -104,7 +104,14 @@ async def _rounds(
     }
 
 
-def steps(conversation: Conversation, name: str, turns: int) -> list[Step]:
+def steps(
+    conversation: Conversation,
+    name: str,
+    turns: int,
+    *,
+    gap_scale: float = _GAP_SCALE,
+    most_gap_s: float = _MOST_GAP_S,
+) -> list[Step]:
     """The first turns of a conversation as messages, each with what the one before it shares."""
     found: list[Step] = []
     before: list[int] = []
@@ -123,7 +130,7 @@ def steps(conversation: Conversation, name: str, turns: int) -> list[Step]:
             Step(
                 f"{name} {number}",
                 _body(texts[0], texts[1:] or ["Go on."]),
-                min(turn.think_s * _GAP_SCALE, _MOST_GAP_S) if number else 0.0,
+                min(turn.think_s * gap_scale, most_gap_s) if number else 0.0,
             )
         )
         before = blocks

@@ -70,6 +70,31 @@ SECTIONS = (
         "guide/pins.md",
     ),
     Section(
+        "compaction",
+        "A full context that its client compacts",
+        "An agent reads files until its client asks for a summary, as Claude Code and Codex do, "
+        "and begins again with it.",
+        engine_tables.compaction,
+        "guide/clients.md",
+    ),
+    Section(
+        "restarts",
+        "Restarts",
+        "Two engines with sessions restart one by one. Then every process is killed at a moment by "
+        "chance, and started again; a long prompt is sent again, and answers are compared.",
+        engine_tables.restarts,
+        "guide/pins.md",
+    ),
+    Section(
+        "restarts_day",
+        "A day of recorded sessions with restarts",
+        "Twenty recorded sessions at once on two engines, about a sixteenth as long, with two "
+        "rolling restarts and, between them, a kill of every process. The cached share is of what "
+        "a turn has in common with the one before it.",
+        engine_tables.restarts_day,
+        "guide/pins.md",
+    ),
+    Section(
         "priority",
         "Interactive requests beside a batch",
         "A batch that is more than the engine holds runs, and interactive requests come one "

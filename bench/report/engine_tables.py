@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from bench.report.labels import PIN_LABELS, label
+from bench.report.labels import PIN_LABELS, RESTART_LABELS, label
 from bench.report.tables import Figures, Table, arms_table, is_not_valid, look, middle, named_table
 
 _DECODING = {
@@ -170,6 +170,52 @@ def speculative_prefill(found: Figures) -> Iterator[Table]:
             **_DECODING,
         },
     )
+
+
+def compaction(found: Figures) -> Iterator[Table]:
+    for client in ("claude_code", "codex"):
+        yield arms_table(
+            look(found, client, "arms"),
+            {
+                "summary: cached share": ("summary_cached_share",),
+                "until the turn after it, s": ("wait_s",),
+                "TTFT of that turn, ms": ("after_ttft_ms",),
+                "over a warm turn's": ("ttft_after_over_warm",),
+            },
+            f"as {label(client)} compacts",
+        )
+    yield named_table(found, {"answers unlike SGLang's": ("wrong_answers",)})
+
+
+def restarts(found: Figures) -> Iterator[Table]:
+    yield arms_table(
+        look(found, "arms"),
+        {
+            "cached share after a rolling restart": ("cached_share",),
+            "lost": ("lost",),
+            "after all were killed, TTFT / prefill": ("ttft_ratio",),
+            "cached then": ("read_share",),
+        },
+        labels=RESTART_LABELS,
+    )
+    yield named_table(
+        found,
+        {
+            "answers compared": ("answers",),
+            "of these, after kills": ("answers_after_kills",),
+            "unlike SGLang's": ("wrong_answers",),
+        },
+    )
+
+
+def restarts_day(found: Figures) -> Iterator[Table]:
+    columns = {
+        "turns": ("turns",),
+        "cached / least new": ("cached_over_ideal",),
+        "lost": ("lost",),
+        "unlike SGLang's": ("wrong_answers",),
+    }
+    yield arms_table(look(found, "arms"), columns, labels=RESTART_LABELS)
 
 
 def gpu(found: Figures) -> Iterator[Table]:

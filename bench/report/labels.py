@@ -27,6 +27,11 @@ _LABELS = {
 }
 # In bench/pin_flood, this arm has the priority policy of eviction.
 PIN_LABELS = {"stock_priority": "SGLang, priority eviction"}
+RESTART_LABELS = {
+    "stock_file": "SGLang, HiCache on files",
+    "ours_memory": f"{OURS}, tier in memory",
+    "ours": f"{OURS}, tier on a disk",
+}
 RECORDED_LABELS = {
     "ours": OURS,
     "ours_1h": f"{OURS}, marks of an hour",

@@ -78,6 +78,9 @@ STEPS = (
     Planned("pin_flood", 300, 1500, has_engines=True),
     Planned("priority", 290, 1200, has_engines=True),
     Planned("speculative_prefill", 275, 1500, has_engines=True),
+    Planned("compaction", 150, 600, has_engines=True),
+    Planned("restarts", 300, 2400, has_engines=True),
+    Planned("restarts_day", 0, 1200, "bench.restarts", ("--day",), has_engines=True),
     Planned("judges", 0, 1800, has_engines=True, needs=(*_PEERS, "aiperf", "guidellm")),
 )
 QUICK_MINUTES = 45
