@@ -44,6 +44,27 @@ def test_every_link_of_a_page_leads_somewhere(page: Path) -> None:
             assert anchor in _anchors(file), target
 
 
+def test_every_module_that_a_comment_names_exists() -> None:
+    tops = {"radix": ROOT, "scheduler": ROOT, "sgl_ext": ROOT, "sgl_ext_cpu": ROOT / "launch/cpu"}
+    missing = [
+        f"{file.relative_to(ROOT)}: {name}"
+        for top, folder in tops.items()
+        for file in (folder / top).rglob("*.py")
+        for name in re.findall(r"`((?:\w+\.)+\w+)`", file.read_text())
+        if name.split(".")[0] in tops and not _is_module(tops[name.split(".")[0]], name)
+    ]
+    assert not missing
+
+
+def _is_module(folder: Path, name: str) -> bool:
+    """Whether a dotted name is a package, a module, or something that the module has."""
+    path = folder / name.replace(".", "/")
+    if path.is_dir() or path.with_suffix(".py").exists():
+        return True
+    modules = [parent.with_suffix(".py") for parent in (path.parent, path.parent.parent)]
+    return any(module.exists() and path.name in module.read_text() for module in modules)
+
+
 def test_every_alert_has_a_runbook_that_exists() -> None:
     for group in yaml.safe_load((ROOT / "launch/alerts.yml").read_text())["groups"]:
         for rule in (rule for rule in group["rules"] if "alert" in rule):

@@ -7,7 +7,7 @@
                             secret                   proves all of these
     engine --> balancer     secret: refused          the request is not proved to be a balancer's
 
-An engine believes INTERNAL_HEADERS from its balancer alone (`sgl_ext.engine.middleware.secret`). A
+An engine believes INTERNAL_HEADERS from its balancer alone (`sgl_ext.engine.http.secret`). A
 balancer sends none of them on that a client sent, but the tenant of a proxy that it trusts. A
 malformed value counts as none, and is no error: it can only be from a balancer of another version.
 """

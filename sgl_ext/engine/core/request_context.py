@@ -85,7 +85,7 @@ class RequestContext:
     dry_run: stops this request before its generation.
     keeps_tools: whether tools that may not be called stay in the prompt.
     allowed_tools: the names that `tool_choice` allows; None: it has no list of them.
-    calls: what `answers.tool_choice` finds out about the calls of the answer.
+    calls: what `sgl_ext.compat.tool_choice` finds out about the calls of the answer.
     """
 
     path: str = ""
