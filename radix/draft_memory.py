@@ -7,8 +7,8 @@ draft is what follows there:
     ... def greet(name):  return ...        ... def greet(name):
         ^^^^^^^^^^^^^^^^  ~~~~~~ the draft       ^^^^^^^^^^^^^^^^ the suffix
 
-There is no index to build. One comparison of an array finds all places of the last two tokens.
-Then the tokens before all these places are compared together. This takes less time than a step of
+There is no index to build. One comparison of an array finds all places of the last token. Then the
+tokens before all these places are compared together. This takes less time than a step of
 decoding (`bench.decode` measures it). So a prompt costs 4 bytes a token, and a copy when its answer
 begins. Its first token waits for nothing.
 
@@ -38,8 +38,7 @@ LEFT_TOKENS = 32_768
 """How many of its last tokens a request leaves to later ones."""
 
 _COMPARED_AT_ONCE = 64
-_NOTHING: Tokens = np.empty(0, np.int32)
-_NOWHERE = np.empty(0, np.int64)
+NOTHING: Tokens = np.empty(0, np.int32)
 _END = -1
 """Where the tokens of one request end and another's begin. No token has this number."""
 
@@ -61,7 +60,7 @@ class Draft(NamedTuple):
     is_own: bool
 
 
-NO_DRAFT = Draft(_NOTHING, 0, True)
+NO_DRAFT = Draft(NOTHING, 0, True)
 
 
 class TokenLog:
@@ -104,15 +103,9 @@ def find_suffix(tokens: Tokens, suffix: Tokens) -> Match:
     if not len(suffix) or len(tokens) < 2:
         return Match()
     backwards, length = suffix[: -LOOK_BACK - 1 : -1], 1
-    places = _NOWHERE
-    if len(backwards) > 1:
-        # Two tokens have far fewer places than one, which saves more than it costs.
-        pairs = (tokens[1:-1] == backwards[0]) & (tokens[:-2] == backwards[1])
-        places, length = np.flatnonzero(pairs) + 1, 2
+    places = np.flatnonzero(tokens[:-1] == backwards[0])
     if not len(places):
-        places, length = np.flatnonzero(tokens[:-1] == backwards[0]), 1
-        # None of them has the token before, so they are all alike.
-        return Match(int(places[-1]) + 1, 1) if len(places) else Match()
+        return Match()
     while length < len(backwards) and len(places) > _COMPARED_AT_ONCE:
         inside = places[np.searchsorted(places, length) :]
         longer = inside[tokens[inside - length] == backwards[length]]
@@ -131,27 +124,31 @@ def find_suffix(tokens: Tokens, suffix: Tokens) -> Match:
     return Match(int(places[best]) + 1, int(lengths[best]))
 
 
-def find_draft(log: TokenLog, recalled: Tokens = _NOTHING, most: int = 15) -> Draft:
+def find_draft(
+    log: TokenLog, recalled: Tokens = NOTHING, most: int = 15, rewritten: Tokens = NOTHING
+) -> Draft:
     """The draft of at most `most` tokens after a request's tokens; NO_DRAFT if there is none.
 
-    recalled: what earlier requests left; the request's own place counts where both are as long.
+    recalled: what earlier requests left. rewritten: the request's prompt as it would be written
+    again. Where matches are as long, the request's own place counts, then one in `recalled`.
     """
     own = log.tokens
     suffix = own[-LOOK_BACK - 1 :]
-    match = find_suffix(own, suffix)
-    if match.length < LOOK_BACK and len(recalled):
-        other = find_suffix(recalled, suffix)
-        if other.length > match.length:
-            following = recalled[other.at : other.at + most]
-            ends = np.flatnonzero(following == _END)
-            following = following[: ends[0]] if len(ends) else following
-            if len(following):
-                return Draft(following.copy(), other.length, is_own=False)
+    match, found = find_suffix(own, suffix), own
+    for other in (recalled, rewritten):
+        if match.length < LOOK_BACK:
+            longer = find_suffix(other, suffix)
+            if longer.length > match.length and other[longer.at] != _END:
+                match, found = longer, other
     if not match.length:
         return NO_DRAFT
-    following = own[match.at : match.at + most]
-    # What follows may be the suffix itself: then the tokens repeat, and go on repeating.
-    return Draft(np.resize(following, most), match.length, is_own=True)
+    following = found[match.at : match.at + most]
+    if found is own:
+        # What follows may be the suffix itself: then the tokens repeat, and go on repeating.
+        return Draft(np.resize(following, most), match.length, is_own=True)
+    ends = np.flatnonzero(following == _END)
+    following = following[: ends[0]] if len(ends) else following
+    return Draft(following.copy(), match.length, is_own=found is rewritten)
 
 
 class DraftMemory:
@@ -175,7 +172,7 @@ class DraftMemory:
         begin = log.total - len(tokens)
         if not len(tokens):
             return 0
-        requests, joined = self._left.pop(key, ([], _NOTHING))
+        requests, joined = self._left.pop(key, ([], NOTHING))
         self.bytes -= _bytes(requests, joined)
         requests = [each for each in requests if not _continues(begin, tokens, *each)]
         requests.append((begin, tokens))
@@ -197,7 +194,7 @@ class DraftMemory:
         """What the requests of this key left; nothing if there was none."""
         found = self._left.get(key)
         if found is None:
-            return _NOTHING
+            return NOTHING
         self._left.move_to_end(key)
         return found[1]
 

@@ -44,6 +44,7 @@ class ResolvedArgs(Protocol):
     attention_backend: str | None
     attn_cp_size: int
     attn_dp_size: int
+    chat_template: str | None
     chunked_prefill_size: int | None
     disable_overlap_schedule: bool
     disable_radix_cache: bool

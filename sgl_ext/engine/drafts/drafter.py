@@ -4,7 +4,8 @@ from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-from radix.draft_memory import NO_DRAFT, Draft, DraftMemory, TokenLog, find_draft
+from radix.draft_memory import NO_DRAFT, NOTHING, Draft, DraftMemory, TokenLog, Tokens, find_draft
+from radix.draft_rewriting import Rewriter
 from scheduler.draft_length import Acceptance, DraftLengths, Offer
 from sgl_ext.engine.core.counters import counter, gauge
 from sgl_ext.engine.scheduler.state import is_entry_rank, state_of
@@ -19,7 +20,8 @@ _TABLE = "draft_memory"
 class Drafting:
     """What is known of one request, for as long as SGLang has it.
 
-    log: its tokens; None until its first step of decoding. may: whether drafts are looked for.
+    log: its tokens; None until its first step of decoding. rewritten: those of its prompt, as the
+        model would write them again. may: whether drafts are looked for.
     key: under which it leaves its tokens, and finds those of others; None: under none.
     """
 
@@ -27,6 +29,7 @@ class Drafting:
     key: Hashable | None
     labels: tuple[str, str]
     log: TokenLog | None = None
+    rewritten: Tokens = field(default_factory=lambda: NOTHING)
     acceptance: Acceptance = field(default_factory=Acceptance)
     draft: Draft = NO_DRAFT
 
@@ -46,9 +49,11 @@ class Drafter:
 
     scope: whose tokens a request may draft from beside its own: `request`, none; `session`, those
         of its session; `group`, those of its cache group.
+    rewriter: None: prompts are searched as they are.
     """
 
-    def __init__(self, scope: str, widths: Sequence[int]) -> None:
+    def __init__(self, scope: str, widths: Sequence[int], rewriter: Rewriter | None = None) -> None:
+        self._rewriter = rewriter
         self.lengths = DraftLengths(widths)
         self.memory = DraftMemory(MEMORY_BYTES)
         self._scope = scope
@@ -136,14 +141,16 @@ class Drafter:
         log = drafting.log
         if log is None or not prompt <= log.total <= prompt + written + len(pending):
             log = drafting.log = TokenLog(req.origin_input_ids_unpadded)
+            if self._rewriter is not None:
+                drafting.rewritten = self._rewriter.rewrite(log.tokens)
         new = log.total - prompt
         log.extend([*req.output_ids[new:], *pending[max(0, new - written) :]])
         left = req.sampling_params.max_new_tokens - written - len(pending)
         most = min(self.lengths.most, left - 1)
         if most < 1:
             return NO_DRAFT
-        key = drafting.key
-        return find_draft(log, self.memory.recall(key), most) if key else find_draft(log, most=most)
+        recalled = self.memory.recall(drafting.key) if drafting.key else NOTHING
+        return find_draft(log, recalled, most, drafting.rewritten)
 
     def _leave(self, drafting: Drafting, req: Any) -> None:
         log = drafting.log

@@ -14,9 +14,12 @@ it is the same token: this is rejection sampling for a draft that is certain.
 
 import time
 from dataclasses import replace
+from functools import partial
 from importlib import import_module
+from pathlib import Path
 from typing import Any
 
+from radix.draft_rewriting import Rewriter, writes_json
 from sgl_ext.engine import arguments, sglang_api
 from sgl_ext.engine.drafts.drafter import PLACE, Drafter, Plan
 from sgl_ext.settings.schema import EngineSettings
@@ -47,7 +50,8 @@ def worker_class() -> type:
             is_cpu = torch.device(self.device).type == "cpu"
             widths = {1, most} | ({width for width in WIDTHS if width < most} if is_cpu else set())
             scope = EngineSettings.from_environment().draft_from_context
-            self.drafter = Drafter(scope, sorted(widths))
+            rewriter = rewriter_of(target_worker.tokenizer, in_effect.chat_template)
+            self.drafter = Drafter(scope, sorted(widths), rewriter)
             self._group = _ranks(torch)
             # The last step, if it decoded: its batch, width, and when it began.
             self._last: tuple[int, int, float] | None = None
@@ -261,6 +265,25 @@ def worker_class() -> type:
             )
 
     return ContextDraftWorker
+
+
+def rewriter_of(tokenizer: Any, chat_template: str | None) -> Rewriter | None:
+    """What rewrites prompts of a tokenizer; None for an engine without one.
+
+    chat_template: the flag. The template says in which form the model writes calls."""
+    if tokenizer is None:
+        return None
+    own = {}
+    if chat_template is not None and Path(chat_template).is_file():
+        own["chat_template"] = Path(chat_template).read_text()
+
+    def render(messages: Any) -> str:
+        text: str = tokenizer.apply_chat_template(messages, tokenize=False, **own)
+        return text
+
+    texts = [tokenizer.decode([token]) for token in range(len(tokenizer))]
+    encode = partial(tokenizer.encode, add_special_tokens=False)
+    return Rewriter(texts, encode, escapes=writes_json(render))
 
 
 def right_drafts(drawn: Any, drafted: Any, sent: Any) -> Any:

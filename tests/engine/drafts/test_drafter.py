@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from radix.draft_rewriting import Rewriter
 from sgl_ext.engine.drafts import algorithm, drafter
 from sgl_ext.engine.drafts.drafter import PLACES, Drafter, may_draft
 from sgl_ext.engine.scheduler.state import RequestState
@@ -61,9 +62,9 @@ def request(
     return req
 
 
-def ready(scope: str = "session", most: int = 8) -> Drafter:
+def ready(scope: str = "session", most: int = 8, rewriter: Rewriter | None = None) -> Drafter:
     """A drafter that knows that wide steps cost nothing."""
-    made = Drafter(scope, (1, most))
+    made = Drafter(scope, (1, most), rewriter)
     for batch in (1, 2, 3):
         made.lengths.took(batch, 1, 0.01)
         made.lengths.took(batch, most, 0.01)
@@ -83,6 +84,18 @@ def end(made: Drafter, req: Any) -> None:
 
 def test_an_answer_is_drafted_from_its_own_prompt() -> None:
     assert drafted(ready(), request(PROMPT, 1, 2, 3))[:5] == [4, 5, 6, 7, 8]
+
+
+def test_an_answer_is_drafted_from_its_prompt_as_it_would_be_written() -> None:
+    texts = ["a", "b", "\n", "\\n", "c", "d"]
+
+    def encode(text: str) -> list[int]:
+        return [texts.index(text)] if text in texts else []
+
+    rewriter = Rewriter(texts, encode, escapes=True)
+    prompt = [0, 1, 2, 4, 5, 2, 0]
+    assert drafted(ready(rewriter=rewriter), request(prompt, 1, 3, 4))[:3] == [5, 3, 0]
+    assert drafted(ready(), request(prompt, 1, 3, 4))[:3] == [5, 2, 0]
 
 
 def test_tokens_that_are_not_in_the_output_yet_count() -> None:
