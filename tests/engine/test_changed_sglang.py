@@ -9,12 +9,12 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
-from importlib.util import find_spec
+from importlib.util import cache_from_source, find_spec
 from pathlib import Path
 
 import pytest
 import requests
-from sgl_ext_cpu.node import free_port
+from sgl_ext_cpu.node import FORKING, free_port
 
 from sgl_ext.wire.probes import READY_PATH
 from tests.waiting import until
@@ -24,7 +24,7 @@ pytestmark = pytest.mark.engine
 
 def copied(folder: Path, name: str, renamed: str) -> Path:
     """A folder with a package `sglang` in which a name is another one wherever it is written. All
-    other files are links."""
+    other files are links, and what is compiled of them too."""
     spec = find_spec("sglang")
     assert spec is not None
     assert spec.origin is not None
@@ -32,18 +32,19 @@ def copied(folder: Path, name: str, renamed: str) -> Path:
     sources = ((file, file.read_text(encoding="utf-8")) for file in package.rglob("*.py"))
     changed = {file: text for file, text in sources if whole.search(text)}
     assert changed
+    stale = {Path(cache_from_source(file)) for file in changed}
     above = {parent for file in changed for parent in file.parents}
 
     def copy(source: Path, target: Path) -> None:
         if source in changed:
             target.write_text(whole.sub(renamed, changed[source]), encoding="utf-8")
-        elif source not in above:
-            target.symlink_to(source)
-        else:
+        elif source in above or source.name == "__pycache__":  # a changed file is compiled into it
             target.mkdir()
             for child in source.iterdir():
-                if child.name != "__pycache__":
+                if child not in stale:
                     copy(child, target / child.name)
+        else:
+            target.symlink_to(source)
 
     copy(package, folder / "sglang")
     return folder
@@ -54,7 +55,7 @@ def serving(sglang: Path, model: Path, log: Path) -> Iterator[tuple[subprocess.P
     """An engine that imports this SGLang, and its address; it may still start."""
     port = free_port()
     path = os.pathsep.join([str(sglang), *filter(None, sys.path)])
-    environment = {**os.environ, "PYTHONPATH": path, "SGLANG_PLATFORM": "sgl_ext_cpu"}
+    environment = {**os.environ, **FORKING, "PYTHONPATH": path, "SGLANG_PLATFORM": "sgl_ext_cpu"}
     flags = ["--model-path", str(model), "--port", str(port), "--max-total-tokens", "4096"]
     flags += ["--sleep-on-idle", "--skip-server-warmup", "--enable-metrics"]
     command = [sys.executable, "-m", "sgl_ext.engine.serve", *flags]
