@@ -32,6 +32,8 @@ gc.disable()
 os.environ["PYTHONPATH"] = os.pathsep.join(
     filter(None, (str(ROOT / "launch/cpu"), os.environ.get("PYTHONPATH")))
 )
+# And reads what an earlier one has compiled.
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 # What tests import of SGLang runs on the CPU, also on a machine with GPUs: SGLang would load
 # kernels for a GPU that it sees. Tests of a GPU start processes that see it again.
 GPUS = os.environ.get("CUDA_VISIBLE_DEVICES")

@@ -566,6 +566,15 @@ def _nested(outer: Callable[..., Any], inner: Callable[..., Any]) -> Callable[..
     return hook
 
 
+# Packages that import nothing of SGLang's, and have most names of a process. To look at a name
+# counts a reference to it, so a forked process would copy the memory of all that they hold.
+_WITHOUT_SGLANG = sys.stdlib_module_names | {
+    *("IPython", "aiohttp", "compressed_tensors", "fastapi", "huggingface_hub", "mpmath"),
+    *("networkx", "numpy", "openai", "opentelemetry", "pydantic", "pynvml", "redis", "requests"),
+    *("rich", "scipy", "sympy", "tokenizers", "torch", "transformers", "triton", "zmq"),
+}
+
+
 def _apply_at_once(registry: Any) -> None:
     """`HookRegistry.apply_hooks`, which looks through all names of all modules for each symbol.
 
@@ -583,8 +592,8 @@ def _apply_at_once(registry: Any) -> None:
         registry.apply_hooks()
     finally:
         module._propagate_patch = propagate  # type: ignore[attr-defined]
-    for found in list(sys.modules.values()):
-        if isinstance(found, ModuleType):
+    for path, found in list(sys.modules.items()):
+        if isinstance(found, ModuleType) and path.partition(".")[0] not in _WITHOUT_SGLANG:
             for name, value in list(vars(found).items()):
                 if id(value) in changed:
                     setattr(found, name, changed[id(value)][1])

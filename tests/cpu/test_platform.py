@@ -129,3 +129,16 @@ assert not is_torchvision_available()
     if not stubs.install():
         pytest.skip("torchvision is installed")
     subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_the_controller_of_ranks_sleeps_until_a_request_arrives(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    from sglang.srt.managers import data_parallel_controller
+
+    done: list[object] = []
+    source = SimpleNamespace(poll=lambda limit_ms: done.append(limit_ms))
+    monkeypatch.setattr(data_parallel_controller, "sock_recv", lambda _, **kw: done.append(kw))
+    platform._wait_for_requests(SimpleNamespace(recv_from_tokenizer=source))
+    data_parallel_controller.sock_recv(source, flags=1)
+    assert done == [1000, {"flags": 1}]

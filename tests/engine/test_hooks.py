@@ -13,6 +13,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping
 from importlib import import_module
 from importlib.metadata import version
 from pathlib import Path
+from pkgutil import resolve_name
 from types import ModuleType
 from typing import Any
 
@@ -210,3 +211,25 @@ def test_a_page_says_what_clients_get_without_each_group() -> None:
     for group in hooks.groups():
         row = f"| {group.name} | {group.without} |" if group.without else group.name
         assert row in page, group.name
+
+
+def test_no_module_that_is_not_looked_through_holds_what_is_hooked() -> None:
+    off = OFF.get(version("sglang"), frozenset())
+    hooked = {
+        id(resolve_name(path))
+        for _, path, _, _, group in hooks.rows()
+        if path.startswith("sglang.") and group not in off
+    }
+    left_out = [
+        module
+        for path, module in list(sys.modules.items())
+        if isinstance(module, ModuleType) and path.partition(".")[0] in hooks._WITHOUT_SGLANG
+    ]
+    assert len(left_out) > 1000
+    found = {
+        module.__name__
+        for module in left_out
+        for value in list(vars(module).values())
+        if id(value) in hooked
+    }
+    assert not found

@@ -42,6 +42,7 @@ UNFORGIVING = "SGLEXT_CPU_UNFORGIVING"
 """The variable that makes reads of freed memory and of unfinished copies show in answers."""
 
 _THREADS_STEP = "sglang.srt.distributed.bootstrap._init_cpu_threads_env"
+_CONTROLLER = "sglang.srt.managers.data_parallel_controller.DataParallelController.event_loop"
 _threads_settled = False
 
 
@@ -98,6 +99,22 @@ def _settle_threads_ourselves() -> None:
 
     if _THREADS_STEP not in HookRegistry._hooks:
         HookRegistry.register(_THREADS_STEP, _begin_worker, HookType.REPLACE)
+        HookRegistry.register(_CONTROLLER, _wait_for_requests, HookType.BEFORE)
+
+
+def _wait_for_requests(controller: Any) -> None:
+    """Let the controller of data-parallel ranks sleep until a request arrives: SGLang's asks again
+    and again, and takes a core."""
+    from sglang.srt.managers import data_parallel_controller as module
+
+    receive = module.sock_recv
+
+    def wait(source: Any, **kw: Any) -> Any:
+        source.poll(1000)
+        return receive(source, **kw)
+
+    if hasattr(controller, "recv_from_tokenizer"):  # on the first node
+        module.sock_recv = wait
 
 
 class CpuPlatform(CpuDeviceMixin, SRTPlatform):  # type: ignore[misc]  # sglang is untyped
