@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from functools import cached_property, partial, reduce
 from math import inf
 from operator import or_
-from typing import Any
+from typing import Any, NamedTuple
 
 from scheduler.capacity import Capacity, exceeds_part, has_capacity, is_at_hand
 from scheduler.placement import (
@@ -247,55 +247,60 @@ MOST_LISTED = 8
 _NO_VIEW = WorkerView("")
 
 
+class Lookup(NamedTuple):
+    """What is known of a request before it is placed.
+
+    known: the worker of its session. home: the same if the session stays there, and its view.
+    """
+
+    request: PlacementRequest
+    held: HeldBySlot
+    known: Worker | None
+    home: Worker | None
+    view: WorkerView
+
+
 class Homes:
     """Finds homes. Sessions are remembered in `attempts`."""
 
-    def __init__(self, workers: WorkerSet, attempts: Attempts, fleet: Fleet) -> None:
+    def __init__(
+        self, workers: WorkerSet, attempts: Attempts, fleet: Fleet, prefixes: Prefixes
+    ) -> None:
         self._workers = workers
         self._attempts = attempts
         self._fleet = fleet
+        self._prefixes = prefixes
 
-    def request_of(
-        self, routing: RoutingRequest, held: HeldBySlot
-    ) -> tuple[PlacementRequest, Worker | None]:
-        """The request, and its session's worker: the remembered one, or the one that holds most
-        of the session."""
-        found, last_tokens, chain = None, 0, routing.chain
-        home = None if routing.session is None else self._attempts.sessions.home(routing.session)
-        if home is not None:
-            slot, last_tokens = home
-            found = self._workers.at_slot(slot)
-            if found is not None and found.is_gone:
-                found = self._workers.find(found.id)
-        elif chain.session is not None:
-            begin = chain.hashes.index(chain.session) + 1
-            tokens = dict(held.holders(begin))
-            most = max(tokens.values(), default=0)
-            slots = [slot for slot, held_tokens in tokens.items() if held_tokens == most]
-            # Slots differ between balancers, so that they are no reason to prefer a worker.
-            homes = [worker.id for slot in slots if (worker := self._workers.at_slot(slot))]
-            found = self._workers.find(chosen_of(routing.prefix, homes)) if homes else None
+    def look_up(
+        self, routing: RoutingRequest, candidates: Candidates, now_s: float, *, learns: bool
+    ) -> Lookup:
+        """The session's worker is the remembered one, or the one that holds most of the session.
+        While little waits there, the time does not grow with the number of workers. learns:
+        whether the prompt's size is learned from."""
+        session, last_tokens = routing.session, 0
+        last = None if session is None else self._attempts.sessions.home(session)
+        known = None
+        if last is not None:
+            slot, last_tokens = last
+            known = self._workers.at_slot(slot)
+            if known is not None and known.is_gone:
+                known = self._workers.find(known.id)
+        home = known if known is not None and known in candidates else None
+        held = self._prefixes.lookup(routing.chain, routing.others)
+        if learns:
+            self._prefixes.learn_size(routing.chain, held)
+        if last is None and routing.chain.session is not None:
+            known = self._holder(routing, held)
+            home = known if known is not None and known in candidates else None
         speeds, answer_tokens = self._attempts.speeds, 0.0
         if speeds.steps:
             answer_tokens = speeds.answer_tokens(routing.output_tokens)
-        home_id = None if found is None else found.id
+        home_id = None if known is None else known.id
         request = PlacementRequest(
             routing.prompt_tokens, routing.prefix, home_id, last_tokens, answer_tokens
         )
-        return request, found
-
-    def find(
-        self,
-        request: PlacementRequest,
-        home: Worker | None,
-        candidates: Candidates,
-        held: HeldBySlot,
-        now_s: float,
-    ) -> tuple[Worker | None, WorkerView]:
-        """The worker that the request's session stays on, its `home` or none, and its view. While
-        little waits there, the time does not grow with the number of workers."""
-        if home is None or home not in candidates:
-            return None, _NO_VIEW
+        if home is None:
+            return Lookup(request, held, known, None, _NO_VIEW)
         there, at = held.of(home), self._workers.at_slot
         most: float
         if self._workers.has_tiers:
@@ -310,7 +315,19 @@ class Homes:
             found = self._fleet.compared(candidates, held, home, lambda w: w is not home, now_s)
             waits = (w.weights.prefill * w.total_pending_tokens(now_s) for w in found)
             reason = stays(request, view, most, min(waits, default=inf))
-        return home if reason == "home" else None, view
+        return Lookup(request, held, known, home if reason == "home" else None, view)
+
+    def _holder(self, routing: RoutingRequest, held: HeldBySlot) -> Worker | None:
+        """The worker that holds most of a session that is not remembered."""
+        chain = routing.chain
+        assert chain.session is not None, "it has one"
+        begin = chain.hashes.index(chain.session) + 1
+        tokens = dict(held.holders(begin))
+        most = max(tokens.values(), default=0)
+        slots = [slot for slot, held_tokens in tokens.items() if held_tokens == most]
+        # Slots differ between balancers, so that they are no reason to prefer a worker.
+        homes = [worker.id for slot in slots if (worker := self._workers.at_slot(slot))]
+        return self._workers.find(chosen_of(routing.prefix, homes)) if homes else None
 
     def views_beside(
         self,
@@ -369,7 +386,7 @@ class Router:
         self.attempts = Attempts(self.prefixes, self.clock)
         self.suspects = Suspects()
         self.fleet = Fleet(self.workers, self.attempts.sessions)
-        self.homes = Homes(self.workers, self.attempts, self.fleet)
+        self.homes = Homes(self.workers, self.attempts, self.fleet, self.prefixes)
         sessions, tables = self.attempts.sessions, self.metrics.tables
         self.prefixes.add_tables(tables)
         tables.add("sessions", sessions.__len__, lambda: sessions.limit)
@@ -439,10 +456,9 @@ class Router:
         if now_s >= self._due_s:
             self.pass_time(now_s)
         candidates = self.candidates(routing, tried)
-        held = self.prefixes.lookup(routing.chain, routing.others)
-        self.prefixes.learn_size(routing.chain, held)
-        request, known = self.homes.request_of(routing, held)
-        home, view = self.homes.find(request, known, candidates, held, now_s)
+        request, held, known, home, view = self.homes.look_up(
+            routing, candidates, now_s, learns=True
+        )
         has_capacity = partial(candidates.has_capacity, held=held)
         if home is not None and has_capacity(home):
             views, count = [view], len(self.workers.all)
@@ -497,12 +513,10 @@ class Router:
         None if the prompt is not at hand there, or if too many were sent beyond it."""
         now_s = self.clock()
         candidates = self.candidates(routing, tried)
-        held = self.prefixes.lookup(routing.chain, routing.others)
-        request, known = self.homes.request_of(routing, held)
-        home, view = self.homes.find(request, known, candidates, held, now_s)
-        if home is None:
+        found = self.homes.look_up(routing, candidates, now_s, learns=False)
+        if found.home is None:
             return None
-        return self._beyond(routing, home, view, held, candidates, served)
+        return self._beyond(routing, found.home, found.view, found.held, candidates, served)
 
     def _beyond(
         self,
@@ -643,11 +657,10 @@ class Router:
 def explain(router: Router, routing: RoutingRequest) -> dict[str, Any]:
     """What this request would cost on each worker, and where it would go. Changes nothing."""
     now_s = router.clock()
-    held = router.prefixes.lookup(routing.chain, routing.others)
     candidates = router.candidates(routing, set())
+    request, held, home, *_ = router.homes.look_up(routing, candidates, now_s, learns=False)
     workers = [worker for worker in router.workers.all if worker.role != DECODE]
     views = {w: router.fleet.view(w, held.of(w), now_s) for w in workers}
-    request, home = router.homes.request_of(routing, held)
     compared = router.fleet.compared(candidates, held, home, lambda _: True, now_s)
     mean_sessions = router.fleet.mean_sessions
     placement = place(request, [views[w] for w in compared], mean_sessions)
