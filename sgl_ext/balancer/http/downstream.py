@@ -245,9 +245,10 @@ class DownstreamConnection(asyncio.BufferedProtocol):
     def buffer_updated(self, nbytes: int) -> None:
         if self._lingering:
             return
-        self._reader.received(nbytes)
-        if self._exchange is None:
-            self._start_next()
+        if self._exchange is None and not self.paused:
+            self._start_next(nbytes)
+        else:
+            self._reader.received(nbytes)
         if len(self._reader.ahead) > MAX_AHEAD_BYTES and not self._reading_paused:
             self._reading_paused = True
             self._transport.pause_reading()
@@ -305,14 +306,15 @@ class DownstreamConnection(asyncio.BufferedProtocol):
     def abort(self) -> None:
         self._transport.abort()
 
-    def _start_next(self) -> None:
-        """Starts the next complete request, unless the client does not read its responses."""
+    def _start_next(self, received: int = 0) -> None:
+        """Starts the next complete request, unless the client does not read its responses.
+        received: how many bytes were just put into the reader's buffer."""
         if self._starting:
             return
         self._starting = True
         try:
             while self._exchange is None and not self.paused and not self._lingering:
-                request = self._reader.next()
+                request, received = self._reader.next(received), 0
                 if request is None:
                     self._await_more()
                     return

@@ -3,6 +3,7 @@
     reader.buffer()        where the next bytes go
     reader.received(n)     n of them are there
     reader.next()          the next complete request, if all of its bytes are here
+    reader.next(n)         both
 
     between requests --head--> in a body of known length, or chunked --end--> between requests
                        |                                                          ^
@@ -138,11 +139,14 @@ class RequestReader:
         self._sent_continue = self._sent_continue or waits
         return waits
 
-    def next(self) -> Request | None:
-        """The next complete request, or None until more bytes arrive.
+    def next(self, received: int = 0) -> Request | None:
+        """The next complete request, or None until more bytes arrive. received: how many were put
+        into the buffer.
 
         Raises BalancerError if the bytes are no request. Nothing can be read after that.
         """
+        if received:
+            self.received(received)
         request = self._request
         if request is None:
             request = self._read_head()
