@@ -31,7 +31,15 @@ from sgl_ext.prompts.heads import NEW_VERSION, VERSION, Found, Heads
 from sgl_ext.prompts.memory import LIMIT_BYTES, PromptMemory
 from sgl_ext.prompts.prompt import EVICTED, SESSION, Prompt, evicted_tokens
 from sgl_ext.protocols.registry import of_path
-from sgl_ext.reading.client import COMPACTION, MAIN, ClientFacts, stated_session, thread_key
+from sgl_ext.reading.client import (
+    COMPACTION,
+    MAIN,
+    SDK,
+    UNKNOWN,
+    ClientFacts,
+    stated_session,
+    thread_key,
+)
 from sgl_ext.reading.protocol import Json
 from sgl_ext.reading.segments import with_sorted_tools
 from sgl_ext.reading.strip import HeaderStrip, Stripped, strip_request
@@ -134,11 +142,13 @@ def _is_compared(path: str, body: Json, raw: bytes | bytearray, metrics: Metrics
     return True
 
 
-def _agent_of(facts: ClientFacts) -> tuple[tuple[str, str], bool]:
+def _agent_of(facts: ClientFacts) -> tuple[tuple[str, str, str], bool]:
     """An agent's kind, whose prompts are compared with each other, and whether the prompt was
-    compacted. A compaction continues the main agent's."""
+    compacted. A compaction continues the main agent's. Programs that are no known harness have
+    nothing in common, and their versions neither."""
     is_compaction = facts.request_class == COMPACTION
-    kind = (MAIN if is_compaction else facts.request_class, facts.agent_type)
+    program = facts.program if facts.harness in (SDK, UNKNOWN) else ""
+    kind = (program, MAIN if is_compaction else facts.request_class, facts.agent_type)
     return kind, is_compaction or bool(facts.compaction or facts.context_compacted)
 
 

@@ -394,6 +394,25 @@ async def test_the_doctor_works_on_a_fresh_node_and_keeps_no_prompt(
 
 
 @pytest.mark.parametrize("diagnose", [False, True])
+async def test_two_programs_of_one_sdk_are_not_versions_of_each_other(
+    start: Start, diagnose: bool
+) -> None:
+    client = await start(Engine("a", answer), diagnose=diagnose)
+    programs = (("OpenAI/JS 6.26.0", "Pi"), ("ai-sdk/openai-compatible/3.0.37", "Cline"))
+    for agent, name in programs:
+        for session in range(5):
+            text = f"You are {name}.\n" + "Be kind.\n" * 250 + SYSTEM + f"\nIn /home/{session}.\n"
+            body = messages(system=system("You are an agent.", text))
+            said = {"user-agent": agent, "x-session-id": f"{name} {session}"}
+            async with client.post(MESSAGES, json=body, headers=said) as answered:
+                assert answered.status == 200, await answered.text()
+    page = await (await client.get("/metrics")).text()
+    assert 'sgl_ext_diverged_prompts_total{harness="sdk",kind="new_version"} 0.0' in page
+    state = await (await client.get("/sgl_ext/state")).json()
+    assert not [event for event in state["events"] if event["kind"] == "client version"]
+
+
+@pytest.mark.parametrize("diagnose", [False, True])
 async def test_a_new_version_that_breaks_the_cache_is_named_within_ten_requests(
     start: Start,
     caplog: pytest.LogCaptureFixture,
