@@ -84,13 +84,14 @@ def explain(
 
 
 def _print_explanation(document: dict[str, Any]) -> None:
-    """Prints the values, and a table of what each engine would have cost, without empty columns."""
-    workers = document.get("workers") or []
-    if "outcome" in document:  # a past one
+    """Prints the values, a table of what each engine would have cost, without empty columns, and of
+    a past request a sentence."""
+    said = ""
+    if "outcome" in document:
         from sgl_ext.doctor.requests import sentence
 
-        console().print(plain(sentence(document)) + ".\n")
-    document.pop("workers", None)
+        said = sentence(document)
+    workers = document.pop("workers", None) or []
     if "time" in document:
         document["time"] = datetime.fromtimestamp(document["time"]).isoformat(" ", "seconds")
     print_record(document)
@@ -104,6 +105,8 @@ def _print_explanation(document: dict[str, Any]) -> None:
         shown = console()
         shown.print()
         shown.print(table([_COLUMNS[name] for name in columns], rows))
+    if said:
+        console().print(f"\n{plain(said)}.")
 
 
 def read_body(what: str) -> bytes:

@@ -135,7 +135,9 @@ def _launch_settings(
             if config is None
             else f"{config}: [launch] model-path, or a [[models]]"
         )
-        raise SettingsError(f"model_path: missing; give --model-path PATH, or {where}")
+        near = get_close_matches("--model-path", [word.partition("=")[0] for word in argv], 1)
+        meant = f"; {near[0]} is another flag" if near else ""
+        raise SettingsError(f"model_path: missing; give --model-path PATH, or {where}{meant}")
     settings = LaunchSettings(
         **given.values_of(LaunchSettings),
         engine_args=(*file_args, *engine_args),

@@ -70,6 +70,9 @@ def test_a_past_request_is_explained_by_its_id(node: FakeNode, run: Run) -> None
     node.answers["GET /sgl_ext/requests/req_1"] = EXPLAINED
     code, out, _ = run("explain", "req_1", "--json")
     assert (code, json.loads(out)) == (0, EXPLAINED)
+    past = {**EXPLAINED, "outcome": "complete", "status": 200, "queue_ms": 0, "ttft_ms": 109}
+    node.answers["GET /sgl_ext/requests/req_1"] = past
+    assert "first token after 109 ms." in run("explain", "req_1")[1].rstrip().split("\n\n")[-1]
     node.answers["GET /sgl_ext/requests/req_2"] = Refused(404, "no request has this id")
     code, _, err = run("explain", "req_2")
     assert (code, err.count("\n")) == (1, 1)

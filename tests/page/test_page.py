@@ -168,6 +168,25 @@ async def test_a_narrow_window_needs_no_scrolling_sideways(window: OpenWindow) -
         assert box["x"] + box["width"] <= 360
 
 
+@pytest.mark.parametrize("width", [700, 800, 1000])
+async def test_a_window_of_middle_width_breaks_no_word_and_needs_no_scrolling(
+    window: OpenWindow, width: int
+) -> None:
+    async with (
+        fake_node(FakeEngine(0, [pin(0)])) as node,
+        window(node.url, width=width) as opened,
+    ):
+        await node.answer(5)
+        await node.ask_as_claude_code("team", "helper")
+        page = opened.page
+        await expect(page.get_by_text("No request was found.")).to_be_hidden()
+        await expect(table(page, "Sessions").locator("tbody tr")).to_have_count(6)
+        for region in await page.locator(".scroll:visible").all():
+            assert await region.evaluate("it => it.scrollWidth - it.clientWidth") == 0
+        for row in await page.locator("#sessions tbody tr", has_text="unknown").all():
+            assert "unknown" not in await row.evaluate(WRAPS)
+
+
 async def test_the_keyboard_deletes_a_pin(window: OpenWindow) -> None:
     one, two = FakeEngine(0, [pin(0), pin(1)]), FakeEngine(1, [pin(0)])
     async with fake_node(one, two) as node, window(node.url) as opened:

@@ -197,6 +197,8 @@ def test_a_secret_that_cannot_be_read_is_named_with_file_and_key(
 def test_a_node_needs_a_model_and_a_file_that_exists() -> None:
     with pytest.raises(SettingsError, match="model_path: missing"):
         launch_settings([])
+    with pytest.raises(SettingsError, match=r"give --model-path PATH, .*; --modle is another flag"):
+        launch_settings(["--modle", "x"])
     with pytest.raises(SettingsError, match="nowhere"):
         launch_settings(["--config", "nowhere.toml", "--model-path", "m"])
 

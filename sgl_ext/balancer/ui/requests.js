@@ -38,7 +38,9 @@ export class Requests {
     this.note = place.querySelector("[role=status]");
     this.isSeen = false;
     this.isConnected = undefined; // not known yet
-    this.table = new Table(place.querySelector("#requests-table"), {
+    const where = place.querySelector("#requests-table");
+    where.hidden = true; // until the first answer
+    this.table = new Table(where, {
       label: "requests-title", key: ({ id, time }) => `${time} ${id}`, empty: "No request was found.",
       columns: [
         { head: "Ended", isHead: true, kind: "number", text: ({ time }) => clock(time) },
@@ -127,6 +129,7 @@ export class Requests {
   }
 
   show({ requests, found, groups, searched }) {
+    this.place.querySelector("#requests-table").hidden = false;
     this.table.show(requests, Math.max(found, requests.length));
     const refused = groups.map(({ tenant, status, error, outcome, requests: times }) =>
       `${count(times)} × ${status ?? ""} ${tenant ? `of ${tenant}` : ""}: ${error ?? outcome}`.replace(/\s+/g, " ").replace(" :", ":"));
