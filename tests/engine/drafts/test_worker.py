@@ -110,6 +110,41 @@ def test_answers_are_the_same_when_memory_runs_out(engines: dict[str, Serving]) 
     assert found["drafts"] == found["plain"]
 
 
+def test_pinned_prompts_stay_cached_and_are_answered_alike(engines: dict[str, Serving]) -> None:
+    asked = prompts(4, POOL // 40, seed=5)
+    nvext = {"cache_control": {"type": "ephemeral", "ttl": "1h"}}
+    options = {"sampling": {"logit_bias": FEW}, "nvext": nvext}
+    found = {name: ids(answers(one, asked, 4, **options)) for name, one in engines.items()}
+    assert found["drafts"] == found["plain"]
+    engine = engines["drafts"]
+    answers(engine, prompts(14, POOL // 20, seed=6), 2, sampling={"max_new_tokens": 8})
+    again = answers(engine, asked, 4, sampling={"logit_bias": FEW})
+    assert ids(again) == found["plain"]
+    assert [one["meta_info"]["cached_tokens"] for one in again] == [len(asked[0]) - 1] * 4
+
+
+def test_a_prompt_that_was_prefilled_ahead_is_cached_and_answered_alike(
+    engines: dict[str, Serving],
+) -> None:
+    said = " ".join(f"{number} is a number" for number in range(150))
+    body = {
+        "model": "m",
+        "messages": [{"role": "user", "content": f"{said} {said}"}],
+        "temperature": 0,
+        "max_tokens": 60,
+        "logit_bias": FEW,
+    }
+    prefilled = engines["drafts"].post("/v1/prefill", body)
+    assert prefilled.ok, prefilled.text
+    found = {}
+    for name, engine in engines.items():
+        found[name] = engine.post("/v1/chat/completions", body).json()
+    texts = [one["choices"][0]["message"]["content"] for one in found.values()]
+    assert texts[0] == texts[1]
+    usage = found["drafts"]["usage"]
+    assert usage["prompt_tokens_details"]["cached_tokens"] > usage["prompt_tokens"] - 16
+
+
 def test_log_probabilities_are_those_without_drafts(engines: dict[str, Serving]) -> None:
     options = {"return_logprob": True, "top_logprobs_num": 2, "sampling": {"logit_bias": FEW}}
     plain, drafts = (answers(engines[name], prompts(6), 1, **options) for name in engines)
