@@ -99,7 +99,8 @@ def fetch(url: str, key: str | None) -> dict[str, Any]:
     try:
         request = urllib.request.Request(url.rstrip("/") + _PATH, headers=headers)
         with urllib.request.urlopen(request, timeout=_TIMEOUT_S) as answer:
-            return merged([orjson.loads(answer.read())])
+            document = orjson.loads(answer.read())
+            return {**merged([document]), "with_less": document.get("with_less", {})}
     except urllib.error.HTTPError as error:
         with error:
             raise DoctorError(f"{url}: {error.code}: {_message(error.read())}") from None

@@ -102,9 +102,13 @@ def add_advice(document: Mapping[str, Any]) -> None:
 def as_text(document: Mapping[str, Any]) -> str:
     """The report: for each harness and model a table and the advice that `add_advice` added."""
     harnesses = document["harnesses"]
+    less = "".join(
+        f"{plain(engine)} serves with less: {plain(', '.join(features))} (docs/guide/models.md)\n"
+        for engine, features in document.get("with_less", {}).items()
+    )
     if not harnesses:
-        return "There are no prompts yet.\n"
-    text = "\n".join(_of_harness(entry) for entry in harnesses)
+        return f"{less}There are no prompts yet.\n"
+    text = less + "\n".join(_of_harness(entry) for entry in harnesses)
     rows = (row for entry in harnesses for row in entry["findings"])
     return text + (_ESTIMATED if any(row.get("estimated", True) for row in rows) else "")
 

@@ -77,6 +77,7 @@ class Role(StrEnum):
     """The part that a process has in an engine."""
 
     MAIN = "main"
+    WORKER = "worker"
     SCHEDULER = "scheduler"
     DETOKENIZER = "detokenizer"
     OTHER = "other"
@@ -185,6 +186,7 @@ _RESULTS = f"{_MANAGERS}.scheduler_components.batch_result_processor.SchedulerBa
 _STREAMER = f"{_MANAGERS}.scheduler_components.output_streamer.SchedulerOutputStreamer"
 _UPDATER = f"{_MANAGERS}.scheduler_components.weight_updater.SchedulerWeightUpdaterManager"
 _TOKENIZER = f"{_MANAGERS}.tokenizer_manager.TokenizerManager"
+_TOKENIZER_WORKER = f"{_MANAGERS}.multi_tokenizer_mixin.TokenizerWorker"
 _GENERATION = f"{_MANAGERS}.io_struct.GenerateReqInput"
 _ENTRY = "sglang.srt.entrypoints"
 _MESSAGES = f"{_ENTRY}.anthropic.serving.AnthropicServing"
@@ -396,6 +398,11 @@ _SCHEDULER_SEAMS: dict[str, Seam] = {
     ),
 }
 SEAMS = {Role.MAIN: _MAIN_SEAMS, Role.SCHEDULER: _SCHEDULER_SEAMS}
+# A tokenizer worker has the hooks of the main process, and a manager that is a subclass.
+_WORKER_SEAMS = {
+    _TOKENIZER_WORKER if symbol == _TOKENIZER else symbol: seam
+    for symbol, seam in _MAIN_SEAMS.items()
+}
 SOURCES: dict[str, tuple[Group, ...]] = {
     # The order in which requests are tried, and what a result of a try means
     f"{_SCHEDULER}._get_new_batch_prefill_raw": (PINS, ORDER),
@@ -427,6 +434,7 @@ _ENTRY_POINTS = {
     "run_scheduler_process": Role.SCHEDULER,
     "run_data_parallel_controller_process": Role.OTHER,
     "run_detokenizer_process": Role.DETOKENIZER,
+    "begin_worker": Role.WORKER,
 }
 
 
@@ -486,7 +494,7 @@ def used_seams(role: Role, *, shares_prefixes: bool) -> dict[str, Seam]:
     off = sglang_check.groups_off()
     left = {
         symbol: seam.without([*unused, *(group for group in groups() if group.name in off)])
-        for symbol, seam in SEAMS.get(role, {}).items()
+        for symbol, seam in (_WORKER_SEAMS if role is Role.WORKER else SEAMS.get(role, {})).items()
     }
     return {symbol: seam for symbol, seam in left.items() if seam is not None}
 

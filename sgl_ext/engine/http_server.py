@@ -3,11 +3,13 @@
 import asyncio
 import signal
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
-from contextlib import AsyncExitStack, asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager, suppress
+from functools import partial
 from http import HTTPStatus
 from types import FrameType
 from typing import Any
 
+import aiohttp
 from starlette.datastructures import Headers
 
 from sgl_ext.compat import errors, openai_answers, window
@@ -18,6 +20,7 @@ from sgl_ext.engine.arguments import caches, in_effect
 from sgl_ext.engine.core.counters import background_failed, counter
 from sgl_ext.engine.core.folder import Outbox
 from sgl_ext.engine.core.request_context import context_in, current_dry_run
+from sgl_ext.engine.core.workers import Workers, share_work
 from sgl_ext.engine.http import secret as secret_check
 from sgl_ext.engine.http.answer_rewriting import RewritingMiddleware
 from sgl_ext.engine.http.extension import HttpExtension, gauging, install, installed
@@ -54,17 +57,27 @@ def extend(
     template_manager: Any = None,
     port_args: Any = None,
     scheduler_infos: Sequence[Any] = (),
+    subprocess_watchdog: Any = None,
     *_: Any,
     **__: Any,
 ) -> None:
     """Before SGLang's HTTP server runs, after all other processes have begun."""
     await_acknowledgements(scheduler_infos)
     report_parsers(server_args)
+    if (count := in_effect().tokenizer_worker_num) > 1:
+        sglang_check.verify(sglang_api.WORKERS, ())
+        share_work(count, subprocess_watchdog)
+        return
     if tokenizer_manager is not None:
         check_template(tokenizer_manager, template_manager)
+    extend_app(server_args, Workers())
+
+
+def extend_app(server_args: ServerArgs, of_engine: Workers) -> None:
+    """Extends the application of this process, before it serves."""
     args, app = in_effect(), sglang_api.app
     ranks = caches(args)
-    extension = HttpExtension(EngineSettings.from_environment(), ranks)
+    extension = HttpExtension(EngineSettings.from_environment(), ranks, of_engine)
     install(extension)
     less = topology.features(topology.degraded(topology.facts_of(server_args)))
     extension.degraded = (*less, *sglang_check.groups_off())
@@ -77,15 +90,17 @@ def extend(
     errors.install(app)
     secret = EngineSecret(extension.settings.engine_secret)
     secret_check.install(app, server_args.url(), secret)
+    if of_engine.count > 1:
+        app.add_middleware(WorkerMiddleware, workers=of_engine)
     app.add_middleware(InFlightMiddleware, extension=extension)
     broadcasters = extension.broadcasters
     for broadcaster in broadcasters:
         broadcaster.degraded = extension.degraded
-    outboxes = [Outbox(rank) for rank in range(ranks)]
+    outboxes = [Outbox(rank) for rank in range(ranks)] if of_engine.is_lead else []
     app.router.routes[:0] = [
         *event_routes(broadcasters, lambda: extension.subscriber_count),
         flush_route(),
-        ready_route(lambda: extension.settings_number, ranks, _role(args)),
+        ready_route(extension, ranks, _role(args)),
         settings_route(extension, outboxes, _REMOTE if ranks > 1 < args.nnodes else ""),
         *pin_routes([each.pins for each in broadcasters], outboxes),
         *model_routes(),
@@ -102,13 +117,20 @@ def extend(
         stalls.start()
         end_streams_at(signal.SIGINT, signal.SIGTERM)
         async with AsyncExitStack() as stack:
-            for broadcaster in broadcasters:
+            for broadcaster in broadcasters if of_engine.is_lead else ():
                 await stack.enter_async_context(broadcaster.listening())
             state = await stack.enter_async_context(original(application))
-            manager = sglang_api.get_global_state().tokenizer_manager
+            served = sglang_api.get_global_state()
+            manager = served.tokenizer_manager
+            if of_engine.count > 1:
+                check_template(manager, served.template_manager)  # no other process has a tokenizer
+                # SGLang ends such a process by an exception in its event loop.
+                manager.set_server_stop_hook(partial(signal.raise_signal, signal.SIGINT))
             window.announce(manager)
             log_template(application)
-            async with extension.serving(application, manager), gauging(extension):
+            serving = extension.serving(application, manager)
+            peers = of_engine.serving(application, extension.on_cleared)
+            async with serving, gauging(extension), peers:
                 log_limits(application)
                 yield state
         stalls.stop()
@@ -186,6 +208,51 @@ class AnswerMiddleware:
         await self.app(scope, receive, collect)
 
 
+class WorkerMiddleware:
+    """An ASGI application around another: requests of another worker go there."""
+
+    def __init__(self, app: Any, workers: Workers) -> None:
+        self.app = app
+        self._workers = workers
+
+    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+        is_http = scope["type"] == "http"
+        number = self._workers.of_request(scope) if is_http else self._workers.number
+        if number == self._workers.number:
+            await self.app(scope, receive, send)
+        elif (body := await _body(receive)) is not None:
+            relay = asyncio.create_task(self._relay(number, scope, body, send))
+            gone = asyncio.create_task(_left(receive))
+            try:
+                await asyncio.wait({relay, gone}, return_when=asyncio.FIRST_COMPLETED)
+            finally:
+                for task in (gone, relay):
+                    task.cancel()
+            with suppress(asyncio.CancelledError):
+                await relay
+
+    async def _relay(self, number: int, scope: Any, body: bytes, send: Any) -> None:
+        try:
+            await self._workers.relay(number, scope, body, send)
+        except aiohttp.ClientConnectorError:  # it has ended, and so does the engine
+            await errors.send_error(scope, EngineError(503, _ENDING), send)
+
+
+async def _body(receive: Any) -> bytes | None:
+    """A request's whole body; None if its client left."""
+    parts = []
+    while (message := await receive())["type"] == "http.request":
+        parts.append(message.get("body", b""))
+        if not message.get("more_body", False):
+            return b"".join(parts)
+    return None
+
+
+async def _left(receive: Any) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass
+
+
 class InFlightMiddleware:
     """An ASGI application around another. It counts the requests that the engine has.
 
@@ -221,7 +288,10 @@ async def await_sigterm(
     while extension.in_flight and manager.server_status.name != _UNHEALTHY:  # noqa: ASYNC110
         await asyncio.sleep(_SIGTERM_POLL_S)
     extension.is_ending = True
-    await extension.store_all()
+    if manager.server_status.name == _UNHEALTHY or extension.workers.count == 1:
+        await extension.store_all()
+    else:
+        await extension.workers.drained(extension.store_all)
     try:
         await original(manager)
     finally:

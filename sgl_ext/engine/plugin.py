@@ -48,7 +48,9 @@ def _activate() -> None:
     role, installed = current_role(), version("sglang")
     if role is Role.MAIN:
         open_folder()
+    if role in (Role.MAIN, Role.WORKER):
         put_stand_ins(installed)
+    if role is Role.MAIN:
         verify(installed)
     if role is Role.SCHEDULER:
         from sgl_ext.compat.sampler import use_linear_regex

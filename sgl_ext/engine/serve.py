@@ -15,6 +15,7 @@ from itertools import pairwise
 
 from sgl_ext.engine import sglang_api
 from sgl_ext.engine.arguments import resolved
+from sgl_ext.engine.core.workers import stop_watching
 from sgl_ext.engine.drafts.algorithm import draft_flags
 from sgl_ext.engine.plugin import require_active
 from sgl_ext.engine.startup import check_environment, require_secret
@@ -72,6 +73,7 @@ def main(argv: list[str]) -> None:
             require_secret(resolved(args).host)  # SGLang's --config may have named another
         sglang_api.run_server(args)
     finally:
+        stop_watching()
         sglang_api.kill_process_tree(os.getpid(), include_parent=False)
 
 

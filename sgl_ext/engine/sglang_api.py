@@ -99,7 +99,14 @@ DRAFTS = (
     f"{_ARGUMENTS}:declare_resolution",
 )
 """What drafts from context need; nothing of it is imported where they are off."""
-_PATHS = (path.split(":") for path in ANY_PROCESS + HTTP_PROCESS + SCHEDULER_PROCESS + DRAFTS)
+WORKERS = (
+    f"{_MANAGERS}.multi_tokenizer_mixin:get_main_process_id",
+    f"{_MANAGERS}.multi_tokenizer_mixin:read_from_shared_memory",
+    f"{_CONTEXT}:publish",
+)
+"""What a tokenizer worker needs; nothing of it is imported where there is one."""
+_DECLARED = ANY_PROCESS + HTTP_PROCESS + SCHEDULER_PROCESS + DRAFTS + WORKERS
+_PATHS = (path.split(":") for path in _DECLARED)
 _MODULES = {name: module for module, name in _PATHS}
 
 if TYPE_CHECKING:  # the other symbols are Any

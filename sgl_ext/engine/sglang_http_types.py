@@ -5,7 +5,7 @@ See `sgl_ext.engine.sglang_types`, which has those of the scheduler.
 
 # mypy: disable-error-code="empty-body"
 
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from typing import Any, Protocol
 
 from sgl_ext.engine.sglang_types import stands_for
@@ -63,12 +63,14 @@ class TokenizerManager(Protocol):
 
     def generate_request(self, obj: Any, request: Any) -> AsyncIterator[dict[str, Any]]: ...
     def is_ready(self) -> bool: ...
+    def set_server_stop_hook(self, hook: Callable[[], None]) -> None: ...
     async def flush_cache(self, timeout_s: float | None = None) -> FlushCacheReqOutput: ...
 
 
 @stands_for("sglang.srt.entrypoints.http_server:_GlobalState")
 class GlobalState(Protocol):
     tokenizer_manager: TokenizerManager
+    template_manager: Any
 
 
 @stands_for("sglang.srt.parser.template_manager:TemplateManager")

@@ -41,6 +41,8 @@ class ServerArgs(Protocol):
 class ResolvedArgs(Protocol):
     """The same arguments as SGLang resolved them, by their names there."""
 
+    admin_api_key: str | None
+    api_key: str | None
     attention_backend: str | None
     attn_cp_size: int
     attn_dp_size: int
@@ -64,9 +66,11 @@ class ResolvedArgs(Protocol):
     enable_hierarchical_cache: bool
     enable_http2: bool
     enable_lmcache: bool
+    enable_lora: bool | None
     enable_memory_saver: bool
     enable_pdmux: bool
     enable_priority_scheduling: bool
+    enable_response_store: bool
     enable_streaming_session: bool
     enable_watermark: bool
     enable_prefill_delayer: bool

@@ -2,6 +2,7 @@
 
     TESTED       the versions, oldest first; the code is written for the last
     OFF          the groups of hooks that an older version cannot have
+    WITHOUT_WORKERS  the versions that let nothing of ours into tokenizer workers
     STAND_INS    the symbols and attributes that an older version lacks, and what replaces them
     UNKNOWN      the fields of requests that an older version would ignore, so they are refused
     tested.json  signatures, and fingerprints of sources (`python -m sgl_ext.engine.hooks --tested`)
@@ -20,6 +21,8 @@ OFF: Mapping[str, frozenset[str]] = {
     "0.5.22": frozenset(("namespaces", "encoders", "items of responses")),
     "0.5.23": frozenset(),
 }
+
+WITHOUT_WORKERS = frozenset(("0.5.22",))
 
 
 class Absent:

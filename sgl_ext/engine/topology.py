@@ -18,7 +18,7 @@ from sgl_ext.engine import sglang_api
 from sgl_ext.engine.arguments import caches, resolved
 from sgl_ext.engine.sglang_http_types import ModelConfig
 from sgl_ext.engine.sglang_types import ResolvedArgs, ServerArgs
-from sgl_ext.engine.sglang_versions import TESTED, is_tested
+from sgl_ext.engine.sglang_versions import TESTED, WITHOUT_WORKERS, is_tested
 from sgl_ext.settings.schema import EngineSettings
 from sgl_ext.settings.shared_tier import is_shared_tier
 from sgl_ext.settings.sources import USE_RAY
@@ -129,12 +129,24 @@ def _serves_grpc(facts: Facts) -> bool:
     return args.grpc_mode or args.smg_grpc_mode or args.grpc_port is not None
 
 
+def _needs_one_worker(args: ResolvedArgs) -> bool:
+    keys = (args.api_key, args.admin_api_key)
+    return any(keys) or bool(args.enable_lora) or args.enable_response_store
+
+
 REFUSED = (
     Rule(
-        "several tokenizer workers",
+        "several tokenizer workers of an older SGLang",
         "--tokenizer-worker-num",
-        lambda facts: facts.args.tokenizer_worker_num > 1,
-        _BYPASS,
+        lambda facts: facts.args.tokenizer_worker_num > 1 and facts.sglang in WITHOUT_WORKERS,
+        f"its workers load no plugins; leave it out, or use SGLang {TESTED[-1]}",
+    ),
+    Rule(
+        "what several tokenizer workers lack",
+        "--api-key, --admin-api-key, --enable-lora, --enable-response-store",
+        lambda facts: facts.args.tokenizer_worker_num > 1 and _needs_one_worker(facts.args),
+        "each of SGLang's tokenizer workers has adapters and stored responses of its own, and "
+        "checks no keys; leave these flags out, or --tokenizer-worker-num",
     ),
     Rule("gRPC", "--grpc-port, --grpc-mode, --smg-grpc-mode", _serves_grpc, _BYPASS),
     Rule("encoder server", "--encoder-only", lambda facts: facts.args.encoder_only, _BYPASS),

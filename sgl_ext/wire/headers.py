@@ -3,6 +3,7 @@
     balancer --> engine     tenant, group, owner     whose request it is
                             purpose, queued, window  why it comes, and how long it waited
                             rank, bootstrap          where it runs, and where its KV goes
+                            conversation             which HTTP process of the engine has its caches
                             default hints            what the operator gives it
                             secret                   proves all of these
     engine --> balancer     secret: refused          the request is not proved to be a balancer's
@@ -34,6 +35,8 @@ WINDOW_HEADER = "x-sgl-ext-window-s"
 PURPOSE_HEADER = "x-sgl-ext-purpose"
 # The data-parallel rank of the engine that the balancer chose.
 RANK_HEADER = "x-sgl-ext-rank"
+# The number of the request's conversation: of an engine's HTTP processes, one has its caches.
+CONVERSATION_HEADER = "x-sgl-ext-conversation"
 # With prefill and decode engines: where the KV of this request is handed over, `HOST PORT ROOM`.
 BOOTSTRAP_HEADER = "x-sgl-ext-bootstrap"
 # The operator's default hints for the request, as JSON.
@@ -54,6 +57,7 @@ OF_REQUESTS = (
     QUEUED_HEADER,
     WINDOW_HEADER,
     RANK_HEADER,
+    CONVERSATION_HEADER,
     BOOTSTRAP_HEADER,
     DEFAULTS_HEADER,
     SECRET_HEADER,
@@ -75,6 +79,7 @@ def header_line(name: str, value: bytes) -> bytes:
 
 _QUEUED_LINES = header_line(QUEUED_HEADER, b"%.3f") + header_line(WINDOW_HEADER, b"%.3f")
 _RETRY_LINE = header_line(PURPOSE_HEADER, b"retry-%d")
+_CONVERSATION_LINE = header_line(CONVERSATION_HEADER, b"%x")
 _RANK_LINE = header_line(RANK_HEADER, b"%d")
 _BOOTSTRAP_LINE = header_line(BOOTSTRAP_HEADER, b"%b %d")
 REFUSED_LINE = header_line(SECRET_HEADER, REFUSED)
@@ -92,6 +97,11 @@ def read_seconds(headers: Mapping[str, str], name: str) -> float | None:
     if stated is None:
         return 0.0
     return min(float(stated), MAX_QUEUED_S) if _SECONDS.fullmatch(stated) else None
+
+
+def conversation_line(number: int | None) -> bytes:
+    """Which conversation the request is a turn of; nothing if that is unknown."""
+    return b"" if number is None else _CONVERSATION_LINE % number
 
 
 def retry_line(number: int) -> bytes:

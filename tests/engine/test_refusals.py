@@ -96,13 +96,6 @@ def test_a_scheduler_that_acknowledged_nothing_stops_the_start(
         startup.await_acknowledgements([{}, {}])
 
 
-def test_several_tokenizer_workers_are_rejected_by_name(failed_start: Start) -> None:
-    ended = failed_start("--tokenizer-worker-num", "2")
-    assert ended.status != 0
-    assert "--tokenizer-worker-num" in ended.output
-    assert "sgl-ext" in ended.output
-
-
 @pytest.mark.parametrize(
     ("flags", "named"),
     [

@@ -108,8 +108,8 @@ def test_every_symbol_that_the_extension_reads_is_declared() -> None:
         ),
     }
     paths = sglang_api.ANY_PROCESS + sglang_api.HTTP_PROCESS + sglang_api.SCHEDULER_PROCESS
-    paths += sglang_api.DRAFTS
-    tables = {"ANY_PROCESS", "HTTP_PROCESS", "SCHEDULER_PROCESS", "DRAFTS"}
+    paths += sglang_api.DRAFTS + sglang_api.WORKERS
+    tables = {"ANY_PROCESS", "HTTP_PROCESS", "SCHEDULER_PROCESS", "DRAFTS", "WORKERS"}
     assert read - tables == {path.partition(":")[2] for path in paths}
 
 

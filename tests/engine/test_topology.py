@@ -24,6 +24,8 @@ from sgl_ext.settings.shared_tier import tier_flags
 ROOT = Path(__file__).parents[2]
 STATES = ("works", "degrades", "refused")
 PLAIN = {
+    "admin_api_key": None,
+    "api_key": None,
     "attn_cp_size": 1,
     "attn_dp_size": 1,
     "decoupled_spec_role": "null",
@@ -37,9 +39,11 @@ PLAIN = {
     "enable_hierarchical_cache": False,
     "enable_http2": False,
     "enable_lmcache": False,
+    "enable_lora": None,
     "enable_memory_saver": False,
     "enable_pdmux": False,
     "enable_priority_scheduling": True,
+    "enable_response_store": False,
     "enable_streaming_session": False,
     "enable_watermark": False,
     "enable_prefill_delayer": False,
@@ -96,7 +100,19 @@ def model(**changed: Any) -> Any:
 
 CASES = [
     ("untested SGLang", facts(sglang="99.0")),
-    ("several tokenizer workers", facts(tokenizer_worker_num=2)),
+    (
+        "several tokenizer workers of an older SGLang",
+        facts(tokenizer_worker_num=2, sglang="0.5.22"),
+    ),
+    *(
+        ("what several tokenizer workers lack", facts(tokenizer_worker_num=2, **lacked))
+        for lacked in (
+            {"api_key": "key"},
+            {"admin_api_key": "key"},
+            {"enable_lora": True},
+            {"enable_response_store": True},
+        )
+    ),
     ("gRPC", facts(grpc_port=1)),
     ("gRPC", facts(grpc_mode=True)),
     ("gRPC", facts(smg_grpc_mode=True)),
@@ -287,13 +303,13 @@ def arguments(monkeypatch: pytest.MonkeyPatch, **changed: Any) -> Any:
 
 
 def test_a_start_is_refused_with_every_reason(monkeypatch: pytest.MonkeyPatch) -> None:
-    given = arguments(monkeypatch, grpc_mode=True, tokenizer_worker_num=2)
+    given = arguments(monkeypatch, grpc_mode=True, enable_http2=True)
     with pytest.raises(SystemExit) as ended:
         startup.check_arguments(given)
     lines = str(ended.value).splitlines()
-    assert [line.rpartition(": ")[0] for line in lines] == [
-        "sgl-ext: --tokenizer-worker-num",
-        "sgl-ext: --grpc-port, --grpc-mode, --smg-grpc-mode",
+    assert [line.split(": ")[1] for line in lines] == [
+        "--grpc-port, --grpc-mode, --smg-grpc-mode",
+        "--enable-http2",
     ]
     assert failure(["something", *lines]) == lines, "a launcher shows all of them"
 

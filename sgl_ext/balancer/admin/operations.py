@@ -152,7 +152,9 @@ async def delete_pins(request: web.Request) -> web.Response:
 
 
 async def show_divergences(request: web.Request) -> web.Response:
-    return json_response(request.app[SERVICES].whole.divergences())
+    services = request.app[SERVICES]
+    with_less = {worker.id: worker.degraded for worker in services.workers.all if worker.degraded}
+    return json_response({**services.whole.divergences(), "with_less": with_less})
 
 
 async def explain_request(request: web.Request) -> web.Response:

@@ -92,6 +92,7 @@ from sgl_ext.wire.headers import (
     MODEL_HEADER,
     REFUSED_LINE,
     bootstrap_line,
+    conversation_line,
     header_line,
     queued_lines,
     retry_line,
@@ -667,6 +668,7 @@ class Exchange:
             lines += retry_line(self._attempts - 1)
         if self._queued_s:
             lines += queued_lines(self._queued_s, self._model.queue.window_s)
+        lines += conversation_line(self.routing.agent)
         end = "\r\n"
         if body or head.method not in ("GET", "HEAD"):
             end = f"content-length: {len(body)}\r\n\r\n"

@@ -22,7 +22,7 @@ from sgl_ext.protocols.registry import of_path
 from sgl_ext.protocols.request_ids import HEADER
 from sgl_ext.protocols.routes import PREFILL
 from sgl_ext.supervision import Guard
-from sgl_ext.wire.headers import PURPOSE_HEADER, header_line, rank_line
+from sgl_ext.wire.headers import PURPOSE_HEADER, conversation_line, header_line, rank_line
 
 # How long a session is not considered again.
 REPEAT_S = 30.0
@@ -83,6 +83,7 @@ class StandbyPrefill:
         worker = next(w for w, _ in others if w.id == standby)
         url = f"{worker.url}{PREFILL}?wait=false&protocol={protocol.name}"
         named = _NAMED_LINES % request_id.encode() + rank_line(worker.rank)
+        named += conversation_line(routing.agent)
         lines = head.upstream_lines + named
         task = asyncio.create_task(self._send(url, lines, bytes(body)))
         self._sending.add(task)

@@ -11,6 +11,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+import psutil
 import zmq
 
 from sgl_ext.process import ENGINE_FOLDERS, make_folder
@@ -18,17 +19,24 @@ from sgl_ext.wire.orders import Orders, encode_orders, read_orders
 
 _READABLE = int(zmq.POLLIN)
 _FOLDER, _NAME = "SGLEXT_ENGINE_FOLDER", "SGLEXT_ENGINE_NAME"
+_PROCESS = "SGLEXT_ENGINE_PROCESS"
 
 
 def open_folder() -> None:
     """Makes a new folder for this engine, which ends with this process. Its child processes find
     it by the environment."""
     os.environ[_FOLDER] = str(make_folder(ENGINE_FOLDERS))
+    os.environ[_PROCESS] = str(os.getpid())
 
 
 def folder() -> Path:
     """The engine's folder on this machine."""
     return Path(os.environ[_FOLDER])
+
+
+def main_process() -> psutil.Process:
+    """The engine's first process, which has started all others."""
+    return psutil.Process(int(os.environ.get(_PROCESS, os.getpid())))
 
 
 def engine_name() -> str:

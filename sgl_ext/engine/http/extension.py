@@ -10,7 +10,6 @@ import asyncio
 from collections import defaultdict
 from collections.abc import AsyncIterator, Iterable, Iterator
 from contextlib import asynccontextmanager, suppress
-from functools import partial
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -20,7 +19,8 @@ import zmq
 from sgl_ext.compat.template_fitting import Places, Plan
 from sgl_ext.compat.template_model import TemplateModel
 from sgl_ext.engine.core.counters import background_failed, gauge, show_counters
-from sgl_ext.engine.core.folder import Outbox
+from sgl_ext.engine.core.folder import Outbox, main_process
+from sgl_ext.engine.core.workers import Workers
 from sgl_ext.engine.host_cache.message_cache import SCHEMAS, MessageCache
 from sgl_ext.engine.host_cache.offered_tools import OfferedTools
 from sgl_ext.engine.host_cache.token_cache import TokenCache, make_token_cache
@@ -46,6 +46,7 @@ class HttpExtension:
         prompts has their tokens.
     templates: what each one's template does; None if it has none. plans: how to fit messages to it.
     places: where what is no template writes instructions.
+    workers: the HTTP processes of this engine.
     in_flight: requests, without the streams of events, which end with the engine.
     is_ending: after SIGTERM and the last request.
     settings_number: the version of the settings that were changed since the start; 0: none.
@@ -54,8 +55,11 @@ class HttpExtension:
     token_cache, message_cache, next_turns: None until the server starts, or if they are off.
     """
 
-    def __init__(self, settings: EngineSettings, ranks: int = 1) -> None:
+    def __init__(
+        self, settings: EngineSettings, ranks: int = 1, workers: Workers | None = None
+    ) -> None:
         self.settings = settings
+        self.workers = workers or Workers()
         self.tenants = Tenants(settings.tenants, settings.max_priority)
         self.strip = HeaderStrip(settings.strip_headers, moves_lines=settings.move_volatile_lines)
         self.broadcasters = tuple(EventBroadcaster(rank=rank) for rank in range(ranks))
@@ -72,6 +76,9 @@ class HttpExtension:
         self.token_cache: TokenCache | None = None
         self.message_cache: MessageCache | None = None
         self.next_turns: NextTurns | None = None
+        self._telling: asyncio.Task[None] | None = None
+        for broadcaster in self.broadcasters:
+            broadcaster.on_cleared = self._cleared
 
     def rank_of(self, stated: str | None) -> int | None:
         """The data-parallel rank that a balancer states; None if there is only one, or if this
@@ -128,16 +135,24 @@ class HttpExtension:
     @asynccontextmanager
     async def serving(self, app: Any, manager: TokenizerManager) -> AsyncIterator[None]:
         """Makes the caches, and prefills ahead while the block runs."""
-        limit_bytes = self.settings.token_cache_bytes
+        limit_bytes = self.settings.token_cache_bytes // self.workers.count
         quarter = limit_bytes // 4
         self.token_cache = make_token_cache(manager.tokenizer, limit_bytes - quarter)
         self.message_cache = MessageCache(quarter) if quarter else None
-        async with prefilling_ahead(app, manager, self.settings) as next_turns:
+        async with prefilling_ahead(app, manager, self.settings, self.workers) as next_turns:
             if next_turns is not None:
                 self.next_turns = next_turns
-                for broadcaster in self.broadcasters:
-                    broadcaster.on_cleared = partial(next_turns.drop_all, "flushed")
             yield
+
+    def on_cleared(self) -> None:
+        """Drops what is to be prefilled: the scheduler's cache was emptied."""
+        if self.next_turns is not None:
+            self.next_turns.drop_all("flushed")
+
+    def _cleared(self) -> None:
+        self.on_cleared()
+        if self.workers.count > 1:
+            self._telling = asyncio.create_task(self.workers.tell_cleared())
 
 
 def _largest(
@@ -219,7 +234,7 @@ def memory_by_kind() -> dict[str, int]:
     """The resident bytes of this process and of those that it started, by what they are. It takes
     milliseconds."""
     found: defaultdict[str, int] = defaultdict(int)
-    own = psutil.Process()
+    own = main_process()
     found["http"] += own.memory_info().rss
     for child in own.children(recursive=True):
         try:

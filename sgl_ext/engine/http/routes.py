@@ -71,7 +71,7 @@ from starlette.types import Receive, Scope, Send
 from scheduler.silence import Signs
 from sgl_ext.compat.errors import EngineError
 from sgl_ext.engine import sglang_api
-from sgl_ext.engine.core.folder import Outbox
+from sgl_ext.engine.core.folder import Outbox, main_process
 from sgl_ext.engine.core.request_context import convert
 from sgl_ext.engine.http.event_broadcaster import EventBroadcaster
 from sgl_ext.engine.http.extension import HttpExtension
@@ -268,17 +268,16 @@ def _error(status: HTTPStatus, message: str) -> JSONResponse:
 STOPPED_S = 3.0
 
 
-def ready_route(
-    settings_number: Callable[[], int] = lambda: 0, ranks: int = 1, role: str = ""
-) -> Route:
-    """The route, in place of SGLang's. settings_number: the version of changed settings. ranks: how
-    many data-parallel ranks there are. role: as of `ProbeAnswer`."""
+def ready_route(extension: HttpExtension, ranks: int = 1, role: str = "") -> Route:
+    """The route, in place of SGLang's. ranks: how many data-parallel ranks there are. role: as of
+    `ProbeAnswer`."""
     readiness = Readiness()
 
     async def ready(request: Request) -> Response:
         manager = sglang_api.get_global_state().tokenizer_manager
-        status = readiness.status(takes_requests=manager.is_ready())
-        headers = probe_headers(ProbeAnswer(settings_number(), ranks, role))
+        takes_requests = manager.is_ready() and extension.workers.serve_all()
+        status = readiness.status(takes_requests=takes_requests)
+        headers = probe_headers(ProbeAnswer(extension.settings_number, ranks, role))
         return Response(None, status, headers)
 
     return Route(READY_PATH, ready, methods=["GET"])
@@ -289,7 +288,7 @@ class Readiness:
 
     def __init__(
         self,
-        children: Callable[[], list[Any]] = lambda: psutil.Process().children(recursive=True),
+        children: Callable[[], list[Any]] = lambda: main_process().children(recursive=True),
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._list = children
@@ -340,6 +339,8 @@ def settings_route(
             except zmq.Again:
                 return _error(HTTPStatus.SERVICE_UNAVAILABLE, "the scheduler reads no orders")
             extension.change(settings, version.number)
+            if None in await extension.workers.tell(request.scope, await request.body()):
+                return _error(HTTPStatus.SERVICE_UNAVAILABLE, "a tokenizer worker took no settings")
         return JSONResponse(msgspec.to_builtins(Applied(not unreached, unreached)))
 
     return Route(SETTINGS_PATH, change, methods=["POST"])
@@ -373,7 +374,7 @@ async def count_faults(read: Callable[[], Mapping[int, int]], sample_s: float) -
 def faults_by_process() -> dict[int, int]:
     """The page faults so far of each process below this one, and of its ended children."""
     found = {}
-    for process in psutil.Process().children(recursive=True):
+    for process in main_process().children(recursive=True):
         with suppress(OSError, ValueError):  # it has ended, or this is not Linux
             stat = Path(f"/proc/{process.pid}/stat").read_text()
             found[process.pid] = sum(map(int, stat.rpartition(")")[2].split()[_FAULTS]))

@@ -34,6 +34,7 @@ from sgl_ext.engine.arguments import caches, in_effect
 from sgl_ext.engine.core.counters import background_failed, counter
 from sgl_ext.engine.core.request_context import Headers, conversation_name, convert
 from sgl_ext.engine.core.shared_prefixes import prefixes
+from sgl_ext.engine.core.workers import Workers
 from sgl_ext.engine.prefill_ahead.next_turns import NextTurns, SessionReturns, certain_ids
 from sgl_ext.engine.prefill_ahead.prefiller import DEADLINE_S, Job, Prefiller
 from sgl_ext.engine.sglang_http_types import TokenizerManager
@@ -56,13 +57,14 @@ _logger = logging.getLogger(__name__)
 
 @asynccontextmanager
 async def prefilling_ahead(
-    app: Any, manager: TokenizerManager, settings: EngineSettings
+    app: Any, manager: TokenizerManager, settings: EngineSettings, workers: Workers
 ) -> AsyncIterator[NextTurns | None]:
     """Lists the shared prompts. Then prefills while the block runs: first the shared prompts, then
     warmup requests, and next turns and `/v1/prefill` as they come.
 
     Yields None if it is off, or if the engine has no tokenizer, does not both prefill and decode,
-    or has memory that can be released.
+    or has memory that can be released. Of several workers the lead prefills the shared prompts and
+    warmup requests.
     """
     shared = await share_prompts(app, manager, settings.shared_prefixes)
     args = in_effect()
@@ -73,15 +75,16 @@ async def prefilling_ahead(
         return
     prefiller = Prefiller(manager, args, settings.prefill_ahead_slice_tokens)
     returns = SessionReturns(prefiller) if args.enable_hierarchical_cache else None
-    requests = PrefillRequests(app, manager, prefiller, caches(args), returns)
+    requests = PrefillRequests(app, manager, prefiller, caches(args), returns, workers)
     app.router.routes[:0] = [
         Route(PREFILL, requests.post, methods=["POST"]),
         Route(PREFILL, requests.delete, methods=["DELETE"]),
     ]
-    tasks = [
+    tasks: list[asyncio.Task[None]] = [
         asyncio.create_task(supervise("prefill_ahead", background_failed, prefiller.run, _RETRY_S)),
-        asyncio.create_task(requests.warm_up(shared, settings.warmup_requests)),
     ]
+    if workers.is_lead:
+        tasks.append(asyncio.create_task(requests.warm_up(shared, settings.warmup_requests)))
     if returns is not None:
         work = supervise("returns", background_failed, returns.load_due, _RETURNS_S)
         tasks.append(asyncio.create_task(work))
@@ -104,7 +107,9 @@ class PrefillRequests:
         prefiller: Prefiller,
         ranks: int = 1,
         returns: SessionReturns | None = None,
+        workers: Workers | None = None,
     ) -> None:
+        self._workers = workers or Workers()
         self._ranks = range(ranks)
         self._app = app
         self._manager = manager
@@ -192,6 +197,8 @@ class PrefillRequests:
         deleted = self._prefiller.drop_all("deleted", is_meant)
         if self._returns is not None:
             deleted += self._returns.drop_all("deleted", is_meant)
+        for answer in await self._workers.tell(request.scope):
+            deleted += 0 if answer is None else orjson.loads(answer)["deleted"]
         return JSONResponse({"deleted": deleted})
 
     async def _prefill(

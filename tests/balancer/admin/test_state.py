@@ -15,6 +15,7 @@ from sgl_ext import keys
 from sgl_ext.balancer.admin import state as state_module
 from sgl_ext.balancer.admin.state import MOST_STREAMS
 from sgl_ext.balancer.cluster.launcher import Launcher
+from sgl_ext.doctor.__main__ import main as doctor
 from tests.balancer.conftest import Connect, Engine, Serve, Start
 from tests.balancer.wire import Raw, connected
 from tests.waiting import HANG_S
@@ -138,10 +139,16 @@ async def test_it_names_the_caches_that_an_engine_turned_off(start: Start) -> No
     assert found["engines"][0]["note"].endswith("caches off: messages")
 
 
-async def test_it_names_the_features_with_which_an_engine_does_less(start: Start) -> None:
+async def test_it_names_the_features_with_which_an_engine_does_less(
+    start: Start, capsys: pytest.CaptureFixture[str]
+) -> None:
     client = await start(reporting({"snapshot": True, "degraded": ["HiCache", "FlexKV"]}))
     found = await state_with(client, lambda state: bool(state["engines"][0]["note"]))
     assert found["engines"][0]["note"].endswith("with less: HiCache, FlexKV (docs/guide/models.md)")
+    assert await asyncio.to_thread(doctor, ["--url", str(client._base_url)]) == 0
+    name = found["engines"][0]["id"]
+    less = f"{name} serves with less: HiCache, FlexKV (docs/guide/models.md)\n"
+    assert capsys.readouterr().out.startswith(less)
 
 
 async def test_what_is_not_known_is_null(start: Start) -> None:

@@ -11,7 +11,7 @@ from aiohttp import web
 
 from sgl_ext.balancer.relay.exchange import Exchange
 from sgl_ext.settings.schema import BalancerSettings
-from sgl_ext.wire.headers import QUEUED_HEADER, WINDOW_HEADER
+from sgl_ext.wire.headers import CONVERSATION_HEADER, QUEUED_HEADER, WINDOW_HEADER
 from tests.balancer.conftest import Engine, Start
 from tests.waiting import HANG_S
 
@@ -53,6 +53,21 @@ async def test_a_request_arrives_unchanged(start: Start) -> None:
     ((target, received, sent),) = engine.seen
     assert (target, received) == ("/v1/messages?beta=true", body)
     assert sent["anthropic-beta"] == "x"
+
+
+async def test_an_engine_learns_which_conversation_a_turn_is_of(start: Start) -> None:
+    engine = Engine("a")
+    client = await start(engine)
+    headers = {CONVERSATION_HEADER: "1"}  # a client's own is removed
+    for first, turns in (("a", 2), ("b", 1)):
+        said = [{"role": "user", "content": first}]
+        for _ in range(turns):
+            await client.post("/v1/messages", json={"messages": said}, headers=headers)
+            said = [*said, {"role": "assistant", "content": "b"}, {"role": "user", "content": "c"}]
+    numbers = [sent.getall(CONVERSATION_HEADER) for *_, sent in engine.seen]
+    assert [len(stated) for stated in numbers] == [1, 1, 1]
+    first, same, other = (int(number, 16) for (number,) in numbers)
+    assert first == same != other
 
 
 async def test_an_answered_request_leaves_nothing_to_the_garbage_collector(start: Start) -> None:
