@@ -218,7 +218,6 @@ class Parts:
             workers,
             metrics,
             config.max_in_flight,
-            sort_tools=config.sort_tools,
             tenants=self._tenants,
             preemption_threshold=config.preemption_threshold,
             prefixes=self._prefixes.of_model(),

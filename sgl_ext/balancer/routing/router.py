@@ -32,10 +32,9 @@ from scheduler.suspects import Suspects
 from sgl_ext.balancer.metrics.registry import Metrics
 from sgl_ext.balancer.routing.attempts import FOLLOW_TOKENS, Attempts
 from sgl_ext.balancer.routing.prefixes import HeldBySlot, HeldPrefix, Prefixes
-from sgl_ext.balancer.routing.routing_request import Prompt, RoutingRequest, read_prompt
+from sgl_ext.balancer.routing.routing_request import Prompt, RoutingRequest
 from sgl_ext.balancer.routing.worker import DECODE, Attempt, ServedRequest, Worker
 from sgl_ext.balancer.routing.workers import WorkerSet, can_answer
-from sgl_ext.protocols.registry import of_path
 from sgl_ext.reading.client import shown_name
 from sgl_ext.reading.segments import Chain
 from sgl_ext.tenants import Tenants
@@ -374,7 +373,6 @@ class Router:
     workers: WorkerSet
     metrics: Metrics
     worker_limit: int = 1024
-    sort_tools: bool = False
     tenants: Tenants = field(default_factory=Tenants)
     preemption_threshold: int = 10
     clock: Callable[[], float] = time.monotonic
@@ -394,22 +392,6 @@ class Router:
         self._due_s = -inf
         self.attempts.on_end.append(self.capacity_changed)
         self.workers.on_leave.append(self.forget)
-
-    def read(
-        self,
-        path: str,
-        headers: Mapping[str, str],
-        body: Any,
-        size_bytes: int,
-        *,
-        warms: bool = False,
-    ) -> RoutingRequest:
-        """Reads a parsed and stripped body for routing. `headers` has lower-case names."""
-        ceiling = self.tenants.of_headers(headers).max_priority
-        prompt = read_prompt(
-            of_path(path), headers, body, size_bytes, ceiling, sort_tools=self.sort_tools
-        )
-        return self.routing_of(prompt, headers, warms=warms)
 
     def routing_of(
         self, prompt: Prompt, headers: Mapping[str, str], *, warms: bool = False

@@ -28,7 +28,7 @@ from sgl_ext.balancer.routing.worker import Attempt
 from sgl_ext.wire.peers import Load
 from tests.balancer.shared_memory import SharedMemory
 from tests.balancer.wire import until
-from tests.balancer.workers import models_of, workers_at
+from tests.balancer.workers import models_of, routed, workers_at
 from tests.waiting import HANG_S
 
 A, B = "http://a", "http://b"
@@ -74,7 +74,7 @@ class Process:
     def read(self, *texts: str) -> RoutingRequest:
         roles = ("user", "assistant")
         turns = [{"role": roles[n % 2], "content": text} for n, text in enumerate(texts)]
-        return self.router.read("/v1/messages", {}, {"system": "S" * 9000, "messages": turns}, 0)
+        return routed(self.router, "/v1/messages", {}, {"system": "S" * 9000, "messages": turns})
 
     def place(self, *texts: str) -> Attempt:
         attempt = self.router.place(self.read(*texts), set())

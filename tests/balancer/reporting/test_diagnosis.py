@@ -21,6 +21,7 @@ from sgl_ext.protocols.registry import of_path
 from sgl_ext.reading.client import NO_FACTS, shown_name
 from sgl_ext.reading.strip import HeaderStrip, strip_request
 from tests.balancer.conftest import Engine, Start
+from tests.balancer.workers import routed
 from tests.prompts.examples import MESSAGES, SYSTEM, TOOLS, messages, system, turns
 from tests.waiting import HANG_S
 
@@ -344,7 +345,7 @@ async def test_comparisons_take_a_bounded_share_of_the_time() -> None:
         hints = {"session-id": "s"}
         raw = orjson.dumps(clock(turn, turn))
         stripped = strip_request(of_path(MESSAGES), orjson.loads(raw), strip)
-        routing = router.read(MESSAGES, hints, stripped.body, len(raw))
+        routing = routed(router, MESSAGES, hints, stripped.body, len(raw))
         result, _ = looks.diagnose(MESSAGES, NO_FACTS, hints, stripped, routing, raw)
         found.append(result.divergence is not None)
     assert any(found[:4])

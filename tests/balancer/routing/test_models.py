@@ -13,7 +13,7 @@ from sgl_ext.balancer.routing.workers import Workers
 from sgl_ext.membership.member import Member
 from sgl_ext.protocols.errors import BalancerError
 from sgl_ext.protocols.models import StatedModel
-from tests.balancer.workers import models_of
+from tests.balancer.workers import models_of, routed
 
 
 class Node:
@@ -81,7 +81,7 @@ def test_a_request_sees_the_engines_of_its_model_alone() -> None:
     body = {"model": "small", "messages": [{"role": "user", "content": "Hello" * 2000}]}
     for model, worker in (("small", "b"), ("large", "a")):
         pool = node.models.choose(model)
-        routing = pool.router.read("/v1/messages", {}, body, 0)
+        routing = routed(pool.router, "/v1/messages", {}, body)
         for _ in range(2):
             attempt = pool.router.place(routing, set())
             assert attempt is not None

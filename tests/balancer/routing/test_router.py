@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import pytest
@@ -18,7 +19,7 @@ from sgl_ext.balancer.routing.routing_request import RoutingRequest
 from sgl_ext.balancer.routing.worker import Attempt, Worker
 from sgl_ext.reading.segments import Chain
 from sgl_ext.wire.headers import TENANT_HEADER
-from tests.balancer.workers import workers_at
+from tests.balancer.workers import routed, workers_at
 
 A, B = "http://a", "http://b"
 HARNESS = "You are an agent. " * 2000
@@ -47,7 +48,7 @@ class Setting:
         roles = ("user", "assistant")
         messages = [{"role": roles[n % 2], "content": text} for n, text in enumerate(texts)]
         body = {"system": system, "messages": messages}
-        return self.router.read("/v1/messages", headers, body, 0)
+        return routed(self.router, "/v1/messages", headers, body)
 
     def place(self, routing: RoutingRequest) -> Attempt:
         attempt = self.router.place(routing, set())
@@ -135,7 +136,7 @@ def test_new_sessions_of_one_harness_spread_as_they_add_up(setting: Setting) -> 
 def test_a_list_of_prompts_keeps_no_other_tenant_in_the_queue() -> None:
     setting = Setting([A])
     (worker,) = setting.workers.all
-    read = setting.router.read
+    read = partial(routed, setting.router)
     ann, ben = ({TENANT_HEADER: name} for name in ("ann", "ben"))
     many = read("/v1/completions", ann, {"prompt": [f"prompt {n}" for n in range(64)]}, 900)
     assert many.prompts == 64
@@ -164,7 +165,7 @@ def test_a_batch_stays_where_its_prompts_are_however_often_it_comes(
     for _ in range(12):
         prompts = [PIECE * shared + f"Prompt {n}. " * tail for n, tail in enumerate(tails)]
         body = {"model": "m", "prompt": prompts}
-        routing = setting.router.read("/v1/completions", {}, body, len("".join(prompts)))
+        routing = routed(setting.router, "/v1/completions", {}, body, len("".join(prompts)))
         assert routing.prompts == len(tails)
         attempt = setting.place(routing)
         homes.add(attempt.worker.url)
@@ -181,7 +182,7 @@ def test_what_the_prompts_of_a_batch_share_counts_once_and_what_is_held_of_each_
 ) -> None:
     prompts = [PIECE * 200 + f"{n} " * 2_000 for n in range(4)]
     body = {"model": "m", "prompt": prompts}
-    routing = setting.router.read("/v1/completions", {}, body, len("".join(prompts)))
+    routing = routed(setting.router, "/v1/completions", {}, body, len("".join(prompts)))
     shared, tail = len(PIECE) * 200, 4_000
     assert routing.prompt_tokens == pytest.approx((shared + 4 * tail) / 4, rel=0.6)
     attempt = setting.place(routing)
@@ -270,9 +271,11 @@ def test_tools_in_any_order_are_one_prefix_with_sort_tools() -> None:
     tools = [{"name": "b"}, {"name": "a"}]
     turn = [{"role": "user", "content": "Hello"}]
     for sort_tools in (False, True):
-        router = Setting(sort_tools=sort_tools).router
+        router = Setting().router
         one, two = (
-            router.read("/v1/messages", {}, {"tools": t, "messages": turn}, 0).chain
+            routed(
+                router, "/v1/messages", {}, {"tools": t, "messages": turn}, sort_tools=sort_tools
+            ).chain
             for t in (tools, tools[::-1])
         )
         assert (one == two) is sort_tools
