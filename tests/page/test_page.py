@@ -178,9 +178,15 @@ async def test_a_window_of_middle_width_breaks_no_word_and_needs_no_scrolling(
     ):
         await node.answer(5)
         await node.ask_as_claude_code("team", "helper")
+        names = {"session-17": "session-17", "review-of-main/agent-17": "review-of-m…/agent-17"}
+        names["3f1c9d2e5b1c4b7e9a110c2d3e4f5a6b"] = "3f1c9d2e"
+        for name in names:
+            await ask_for(node, name)
         page = opened.page
         await expect(page.get_by_text("No request was found.")).to_be_hidden()
-        await expect(table(page, "Sessions").locator("tbody tr")).to_have_count(6)
+        await expect(table(page, "Sessions").locator("tbody tr")).to_have_count(9)
+        for shown in names.values():
+            await expect(page.locator("#sessions").get_by_text(shown, exact=True)).to_be_visible()
         for region in await page.locator(".scroll:visible").all():
             assert await region.evaluate("it => it.scrollWidth - it.clientWidth") == 0
         for row in await page.locator("#sessions tbody tr", has_text="unknown").all():

@@ -52,3 +52,9 @@ const clocks = new Intl.DateTimeFormat("en-GB", { timeStyle: "medium" });
 /** The time of day, from seconds since 1970. */
 export const time = (atS) => hours.format(atS * 1000);
 export const clock = (atS) => clocks.format(atS * 1000);
+
+/** A session's name and its agent's: of a hash or a UUID its first digits, of another the beginning. */
+export const shortName = (name) => name.split("/", 2).map((part) => {
+  if (/^[0-9a-f-]{16,}$/i.test(part)) return part.slice(0, 8);
+  return part.length > 12 ? `${part.slice(0, 11)}…` : part;
+}).join("/");

@@ -3,11 +3,10 @@
 
 import { reasonOf } from "./live.js";
 import { Table, element, setText } from "./table.js";
-import { clock, count, percent, seconds } from "./format.js";
+import { clock, count, percent, seconds, shortName } from "./format.js";
 
 const EVERY_MS = 5000;
 const LIMIT = 100;
-const HASH_DIGITS = 8;
 const FIELDS = ["session", "model", "status", "slow"];
 
 /** The address of the requests of a session. */
@@ -24,8 +23,7 @@ function outcomeCell(cell, { status, outcome }) {
 function sessionCell(cell, { session }) {
   if (cell.title === (session ?? "")) return;
   cell.title = session ?? "";
-  const short = (session ?? "–").split("/", 2).map((part) => part.slice(0, HASH_DIGITS)).join("/");
-  const shown = element("code", {}, short);
+  const shown = element("code", {}, shortName(session ?? "–"));
   cell.replaceChildren(session ? element("a", { href: linkTo(session) }, shown) : shown);
 }
 

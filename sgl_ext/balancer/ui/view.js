@@ -4,7 +4,7 @@ import { Chart } from "./chart.js";
 import { linkTo } from "./requests.js";
 import { SessionSearch } from "./sessions.js";
 import { Table, element, setText } from "./table.js";
-import { ago, clock, compact, count, percent, rate, seconds, span, UNKNOWN } from "./format.js";
+import { ago, clock, compact, count, percent, rate, seconds, shortName, span, UNKNOWN } from "./format.js";
 
 const byId = (id) => document.getElementById(id);
 
@@ -114,7 +114,7 @@ function shortId(cell, id) {
   if (cell.title === id) return;
   cell.title = id;
   // A sub-agent's id stands behind that of its session.
-  const short = id.split("/", 2).map((part) => part.slice(0, HASH_DIGITS)).join("/");
+  const short = shortName(id);
   cell.replaceChildren(element("code", {}, short));
 }
 
