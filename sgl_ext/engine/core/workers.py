@@ -182,6 +182,8 @@ class Workers:
             await asyncio.gather(task, return_exceptions=True)
             for session in self._peers.values():
                 await session.close()
+            # Without a request so far, SGLang leaves SIGTERM to uvicorn, which waits for no other.
+            self._mark_drained()
 
     async def drained(self, finish: Callable[[], Awaitable[object]]) -> None:
         """Returns once no worker has requests, and the lead has finished. Call it when this one has
@@ -190,8 +192,11 @@ class Workers:
         if self.is_lead:
             await self._drained(others)
             await finish()
-        (folder() / f"drained-{self.number}").touch()
+        self._mark_drained()
         await self._drained(others)
+
+    def _mark_drained(self) -> None:
+        (folder() / f"drained-{self.number}").touch()
 
     async def _drained(self, numbers: set[int]) -> None:
         while not all((folder() / f"drained-{n}").exists() for n in numbers):  # noqa: ASYNC110

@@ -134,6 +134,12 @@ async def test_the_lead_finishes_when_no_worker_has_requests_and_before_any_ends
     assert did == ["finished", "ended", "ended", "ended"]
 
 
+async def test_no_worker_waits_for_one_that_had_no_requests() -> None:
+    async with serving(2) as (first, _):
+        pass
+    await first.workers.drained(nothing)
+
+
 class Engine:
     """An application that says which worker it is in, and what it was sent."""
 
