@@ -52,7 +52,7 @@ def line(
         agent_id=agent,
         session=stated,
     )
-    routing = RoutingRequest(chain, session, 1, prompt - 50)
+    routing = RoutingRequest(chain, session, 1, prompt - 50, session_name=f"{session:032x}")
     name, course = Name("id", "0" * 32, "/v1/messages"), Course(0.0, ttft_s, 1.0, 1)
     end = End(time_s, status, Outcome.COMPLETE, None, usage)
     return as_line(ended_request(name, end, course, routing, None, Finding(None, facts)))
