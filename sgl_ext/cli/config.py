@@ -59,8 +59,13 @@ def show(
     elif not rows:
         console().print("All settings are defaults; --all shows them.")
     else:
-        values = [(row["key"], row["value"], row["source"]) for row in rows]
+        values = [(row["key"], _shown(row["key"], row["value"]), row["source"]) for row in rows]
         console().print(table(("key", "value", "source"), values))
+
+
+def _shown(key: str, value: object) -> object:
+    """A value for a table, in which the digits of a port are not in groups."""
+    return str(value) if key.rpartition("-")[2] == "port" else value
 
 
 def _running(folder: Path) -> list[dict[str, Any]]:

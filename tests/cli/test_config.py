@@ -77,6 +77,8 @@ def test_what_holds_is_shown_with_its_place_and_no_secret(run: Run, tmp_path: Pa
     }
     lines = run(*argv)[1].splitlines()
     assert ["drain-s", "3,600", "--drain-s"] in [line.split() for line in lines]
+    lines = run(*argv, "--port", "31700")[1].splitlines()
+    assert ["port", "31700", "--port"] in [line.split() for line in lines]
     every = run(*argv, "--all", "--json")[1]
     assert {"key": "port", "value": "30000", "source": "default"} in json.loads(every)
     assert "as --config node.toml" in run("config", "show", "node.toml")[2]
