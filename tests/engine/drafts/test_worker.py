@@ -82,7 +82,7 @@ def ids(found: list[Any]) -> list[list[int]]:
 def test_answers_are_those_without_drafts(
     engines: dict[str, Serving], options: dict[str, Any], at_once: int
 ) -> None:
-    asked = prompts(4 if at_once == 1 else 12)
+    asked = prompts(12)
     found = {name: ids(answers(one, asked, at_once, **options)) for name, one in engines.items()}
     assert found["drafts"] == found["plain"]
 
