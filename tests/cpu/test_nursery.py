@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import psutil
 import pytest
 from sgl_ext_cpu.node import FORKING, free_port, is_healthy
 
@@ -50,6 +51,20 @@ def test_a_signal_ends_the_server(
     server.send_signal(number)
     server.communicate()  # its output ends when no process of the server is left
     assert not is_healthy(url)
+
+
+@pytest.mark.parametrize("number", [signal.SIGHUP, signal.SIGINT, signal.SIGTERM])
+def test_a_server_ends_though_a_signal_went_to_all_processes_of_its_test(
+    nursery: Nursery, tmp_path: Path, number: signal.Signals
+) -> None:
+    code = "import os, threading; print(os.getppid(), flush=True); threading.Event().wait()"
+    (tmp_path / "waits.py").write_text(code)
+    log = tmp_path / "log"
+    server = nursery.start([], log, "waits", {"PYTHONPATH": str(tmp_path)})
+    until(lambda: log.exists() and "\n" in log.read_text())
+    os.kill(int(log.read_text()), number)
+    server.stop()
+    assert not psutil.pid_exists(server.pid)
 
 
 def test_a_server_that_is_stopped_at_once_has_ended(nursery: Nursery, tmp_path: Path) -> None:

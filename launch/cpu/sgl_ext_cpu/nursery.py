@@ -234,6 +234,8 @@ def _supervise(client: socket.socket) -> None:
         os.environ.clear()
         os.environ.update(order["environment"])
         _become_server(order, streams)
+    for ignored in (signal.SIGHUP, signal.SIGINT, signal.SIGTERM):
+        signal.signal(ignored, signal.SIG_IGN)  # it outlives its group, to end the server
     for stream in streams:
         os.close(stream)
     client.sendall(server.to_bytes(4, "big"))
