@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -48,7 +49,8 @@ async def verb(
 async def test_status_and_pins(verb: Verb) -> None:
     code, out, err = await verb("status")
     assert (code, err) == (0, "")
-    assert "ok   model tiny   up 0 s   0 in flight   0 of 1,024 queued" in out
+    shown = re.sub(r"up \d+ s", "up 0 s", out)  # on a slow machine some seconds have passed
+    assert "ok   model tiny   up 0 s   0 in flight   0 of 1,024 queued" in shown
     assert out.count("ready") == 2
     state = json.loads((await verb("status", "--json"))[1])
     assert state["node"]["status"] == "ok"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 from array import array
 from pathlib import Path
 from types import SimpleNamespace
@@ -12,7 +13,7 @@ import pytest
 
 from sgl_ext.engine.core.counters import counter, gauge
 from sgl_ext.engine.core.request_context import RequestContext
-from sgl_ext.engine.host_cache import message_cache, worth
+from sgl_ext.engine.host_cache import message_cache, token_cache, worth
 from sgl_ext.engine.host_cache.message_cache import MessageCache, SchemaCache
 from sgl_ext.engine.host_cache.token_cache import TokenCache
 from sgl_ext.engine.host_cache.token_offsets import TokenOffsets
@@ -104,6 +105,10 @@ def tokens_at(clock: Clock, tiny_model: Path, monkeypatch: pytest.MonkeyPatch) -
     tokenizer = AutoTokenizer.from_pretrained(tiny_model)
     cache = TokenCache(tokenizer, lambda t, text, options=None: t.encode(text), 1 << 20)
     cache.worth = Worth("tokens", clock)
+    # What the tokenizer takes on this machine does not count, and no thread reads the clock.
+    clocks = SimpleNamespace(perf_counter=clock, monotonic=clock)
+    monkeypatch.setattr(token_cache, "time", clocks)
+    monkeypatch.setattr(cache, "_check_after_s", math.inf)
     monkeypatch.setattr(cache._pieces, "encode", clock.during(SLOW_S, cache._pieces.encode))
     return cache, lambda: cache.serves(tokenizer, None) and cache.encode("<|im_start|>Hello")
 
