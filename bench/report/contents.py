@@ -111,6 +111,14 @@ SECTIONS = (
         "guide/prefill.md",
     ),
     Section(
+        "decode",
+        "Drafts from what the agent has read",
+        "A scripted agent reads files of this repository, edits them by quoting, and sometimes "
+        "writes one whole. SGLang is measured without drafts: its n-grams do not start on a CPU.",
+        engine_tables.decode,
+        "guide/operations.md",
+    ),
+    Section(
         "fanout",
         "Sub-agents that start together",
         "Eight requests with the same cold prefix arrive at one engine at the same time.",

@@ -187,6 +187,20 @@ def compaction(found: Figures) -> Iterator[Table]:
     yield named_table(found, {"answers unlike SGLang's": ("wrong_answers",)})
 
 
+def decode(found: Figures) -> Iterator[Table]:
+    yield named_table(
+        found,
+        {
+            "tokens a step": ("tokens_a_step",),
+            "share of drafted tokens that were right": ("accepted_share",),
+            "tokens per second over SGLang's, one stream": ("vs_stock_1",),
+            "tokens per second over SGLang's, 16 streams": ("vs_stock_16",),
+            "time of a session over SGLang's": ("job_time_ratio",),
+            "answers unlike the script's or SGLang's": ("wrong_answers",),
+        },
+    )
+
+
 def restarts(found: Figures) -> Iterator[Table]:
     yield arms_table(
         look(found, "arms"),

@@ -80,6 +80,7 @@ STEPS = (
     Planned("speculative_prefill", 275, 1500, has_engines=True),
     Planned("compaction", 150, 600, has_engines=True),
     Planned("restarts", 300, 2400, has_engines=True),
+    Planned("decode", 0, 900, has_engines=True),
     Planned("restarts_day", 0, 1200, "bench.restarts", ("--day",), has_engines=True),
     Planned("judges", 0, 1800, has_engines=True, needs=(*_PEERS, "aiperf", "guidellm")),
 )
