@@ -69,7 +69,7 @@ class Rewriter:
         return tokens[:0] if np.array_equal(written, tokens) else written
 
     def _without_numbers(self, tokens: Tokens) -> tuple[NDArray[np.int64], NDArray[np.bool_]]:
-        """The form of each token, and whether it is kept: numbers of lines go."""
+        """The form of each token, and whether it stays: numbers of lines go."""
         kinds = self._kinds[tokens]
         forms = np.full(len(tokens), _WHOLE)
         is_kept = np.ones(len(tokens), np.bool_)
@@ -107,7 +107,7 @@ def _written(
     *,
     escapes: bool,
 ) -> Sequence[int]:
-    """The tokens of what is kept of a token's text; the token itself where they differ."""
+    """The tokens of the part of a token's text that stays; the token itself where they differ."""
     text = texts[token]
     written = json.dumps(kept, ensure_ascii=False)[1:-1] if escapes else kept
     if written == text or "\ufffd" in text:

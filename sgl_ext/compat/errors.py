@@ -182,7 +182,7 @@ def _of_tag(tag: re.Match[str]) -> str:
 
 
 def _one_of(whats: Sequence[str]) -> str:
-    """What a field must be that may be one of several, each of which it is not."""
+    """What a field must be that may be one of several kinds, and is none of them."""
     found = [_ALTERNATIVES.fullmatch(what) for what in dict.fromkeys(whats)]
     if len(found) < 2 or None in found:
         return whats[0]
@@ -223,7 +223,7 @@ def plain(message: str) -> str:
 
 
 def of_item(message: str, items: Any) -> Wrong | None:
-    """What is wrong with an item of /v1/responses, of which SGLang's error names no field of the
+    """What is wrong with an item of /v1/responses, where SGLang's error names no field of the
     client's; None if the error says something else."""
     head, _, what = message.partition(": ")
     is_of_message = re.fullmatch(r"messages(\.\w+)*", head) is not None
@@ -274,7 +274,7 @@ _FORMS = (
 
 
 def of_contract(value: Any, check: Callable[[Any], str | None], path: str = "") -> Wrong | None:
-    """What is wrong with a body of which SGLang names no field; None if nothing is.
+    """What is wrong with a body where SGLang names no field; None if nothing is.
 
     check: what SGLang says of a body that has this value, and nothing else, at this path.
     """

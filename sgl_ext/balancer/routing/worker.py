@@ -358,8 +358,8 @@ class Worker:
         self.decoding += 1
 
     def view(self, held: Held, session_tokens: int, now_s: float) -> WorkerView:
-        """It as a decision compares it for a prompt of which it holds this. session_tokens: of the
-        sessions that live there."""
+        """This worker as a decision compares it, for a prompt. held: what it holds of the prompt.
+        session_tokens: of the sessions that live there."""
         return WorkerView(
             self.id,
             held.expected_tokens,
