@@ -68,7 +68,7 @@ NONE = 0
 
 
 class Rows:
-    """The columns, and what changes them. count: how many segments there are."""
+    """The columns, and what changes them."""
 
     def __init__(self, table: Table) -> None:
         """table: an empty one."""
@@ -76,7 +76,7 @@ class Rows:
         self._slots, self._low = table.slots, table.low
         self._holders, self._tokens = table.holders, table.tokens
         self._last, self._row = table.last, table.row
-        self.count = 0
+        self._count = 0
         self._free: list[int] = []
         self._tip = NONE
         self._high = array("Q", [0])
@@ -90,7 +90,7 @@ class Rows:
         self._columns = self._high, *links
 
     def __len__(self) -> int:
-        return self.count
+        return self._count
 
     @property
     def unlisted(self) -> int:
@@ -102,7 +102,7 @@ class Rows:
         parent = self._parent
         order = self._order()
         place = {row: index for index, row in enumerate(order)}
-        assert len(order) == self.count == self._table.header[COUNT]
+        assert len(order) == self._count == self._table.header[COUNT]
         assert sorted([*order, *self._free]) == [*range(1, len(self._high))]
         assert self._holders[NONE] == 0
         pages = (self._slots[at : at + 2048] for at in range(0, len(self._slots), 2048))
@@ -142,8 +142,8 @@ class Rows:
                 column.append(0)
         self._high[row], self._low[row] = segment >> 64 & HALF, segment & HALF
         self._slots[place] = row
-        self.count += 1
-        self._table.header[COUNT] = self.count
+        self._count += 1
+        self._table.header[COUNT] = self._count
         self._parent[row] = parent
         self._hang(row, parent)
         self._insert(row, row, parent)
@@ -181,8 +181,8 @@ class Rows:
             column.append(NONE)
         for column in (self._left, self._right):
             column.extend(array("i", [NONE]) * count)
-        self.count += count
-        self._table.header[COUNT] = self.count
+        self._count += count
+        self._table.header[COUNT] = self._count
         self._hang(first, parent)
         self._insert(row - 1, first, parent)
         self._tip = row - 1
@@ -212,8 +212,8 @@ class Rows:
         self._table.used[row] = 0
         self._empty_slot(row)
         self._free.append(row)
-        self.count -= 1
-        self._table.header[COUNT] = self.count
+        self._count -= 1
+        self._table.header[COUNT] = self._count
 
     # Slots
 
@@ -353,7 +353,7 @@ class PrefixIndex(Rows):
                 self._set_mask(row, self._mask(row) | 1 << worker)
             return True
         self._use(above)
-        if self.count >= self.limit_segments:
+        if self._count >= self.limit_segments:
             if self._newer[NONE] == above:
                 return False
             self._drop(self._newer[NONE])
@@ -392,7 +392,7 @@ class PrefixIndex(Rows):
     ) -> int:
         """Adds those after `begin` together, up to one that somebody holds or as many as there is
         room for; returns how many."""
-        room = self.limit_segments - self.count
+        room = self.limit_segments - self._count
         if self._free or room <= 0 or not 0 <= worker < self.most_workers:
             return 0
         above = NONE if parent is None else self._row(parent)

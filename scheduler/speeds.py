@@ -134,17 +134,14 @@ class Slope:
 
 
 class Speeds:
-    """The weights of a fleet's workers, each known by a number. One that is unknown has EVEN.
-
-    steps: the weights that are not EVEN, as half powers of 2.
-    """
+    """The weights of a fleet's workers, each known by a number. One that is unknown has EVEN."""
 
     def __init__(self) -> None:
         self._step_tokens = 0.0
         self._usual_tokens = 0.0
         self._learns = True
         self._slopes: dict[int, tuple[Slope, Slope]] = {}
-        self.steps: dict[int, tuple[int, int]] = {}
+        self._steps: dict[int, tuple[int, int]] = {}
         self._refreshed_s = -math.inf
 
     def __len__(self) -> int:
@@ -178,18 +175,18 @@ class Speeds:
     def forget(self, worker: int) -> None:
         """Forgets a worker that is gone, or that may come back as another one."""
         self._slopes.pop(worker, None)
-        self.steps.pop(worker, None)
+        self._steps.pop(worker, None)
 
     def weights(self, worker: int) -> Weights:
         """A worker's weights as of the last refresh."""
-        steps = self.steps.get(worker)
+        steps = self._steps.get(worker)
         return EVEN if steps is None else _weights(steps)
 
     def answer_tokens(self, expected: int = 0) -> float:
         """How many tokens the usual worker prefills in the time in which it decodes an answer of
         the `expected` length, or of the usual length for 0. It is 0 while that is unknown, and
         while all workers are equally fast."""
-        if not self.steps:
+        if not self._steps:
             return 0.0
         return self._step_tokens * (min(expected, MOST_OUTPUT) or self._usual_tokens)
 
@@ -199,16 +196,16 @@ class Speeds:
         if now_s - self._refreshed_s < REFRESH_S * max(len(self._slopes) / _MOST_EACH_S, 1.0):
             return []
         self._refreshed_s = now_s
-        before = self.steps
+        before = self._steps
         (token_s, prefill), (step_s, decode) = self._learned(0, now_s), self._learned(1, now_s)
         self._step_tokens = min(step_s / token_s, MOST_STEP_TOKENS) if token_s else 0.0
-        self.steps = {
+        self._steps = {
             worker: steps
             for worker in self._slopes
             if (steps := (prefill.get(worker, 0), decode.get(worker, 0))) != _EVEN_STEPS
         }
-        workers = before.keys() | self.steps.keys()
-        return [worker for worker in workers if before.get(worker) != self.steps.get(worker)]
+        workers = before.keys() | self._steps.keys()
+        return [worker for worker in workers if before.get(worker) != self._steps.get(worker)]
 
     def _of(self, worker: int) -> tuple[Slope, Slope]:
         if worker not in self._slopes:
@@ -232,7 +229,7 @@ class Speeds:
             doubt = DOUBT * 2 / math.log(2) * math.hypot(error, usual_error)
             learned = apart if abs(apart) > doubt else 0.0
             learned = min(max(learned, 2 * math.log2(LEAST)), 2 * math.log2(MOST))
-            step = self.steps.get(worker, _EVEN_STEPS)[kind]
+            step = self._steps.get(worker, _EVEN_STEPS)[kind]
             weights[worker] = round(learned) if abs(learned - step) > _CLEAR else step
         return usual, weights
 

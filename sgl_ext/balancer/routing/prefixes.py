@@ -235,7 +235,7 @@ class Prefixes:
         """A request begins on a worker: what it holds of the chain is used, and if the worker
         computes the rest now, that is expected there. None if there is no rest."""
         # Far from its limit the index forgets nothing, so recency does not matter.
-        if 2 * self.index.count > self._limit_segments:
+        if 2 * len(self.index) > self._limit_segments:
             self.index.touch(chain.hashes, held.segments)
         missing = chain.hashes[held.expected_segments :] if expects else ()
         return self.in_flight.expect(slot, missing) if missing else None

@@ -291,9 +291,7 @@ class Homes:
         if last is None and routing.chain.session is not None:
             known = self._holder(routing, held)
             home = known if known is not None and known in candidates else None
-        speeds, answer_tokens = self._attempts.speeds, 0.0
-        if speeds.steps:
-            answer_tokens = speeds.answer_tokens(routing.output_tokens)
+        answer_tokens = self._attempts.speeds.answer_tokens(routing.output_tokens)
         home_id = None if known is None else known.id
         request = PlacementRequest(
             routing.prompt_tokens, routing.prefix, home_id, last_tokens, answer_tokens

@@ -78,7 +78,6 @@ class WorkerSet:
     has_roles: whether some are prefill or decode engines.
     has_tiers: whether some have slower tiers.
     slots: a bitmask of what they hold something under.
-    at_slot: the worker with this bit in the prefix index, which may be that of its host; or None.
     on_leave: called with each worker that is removed or no longer ready.
     on_found: called with each worker that a probe finds ready, and when the probe began.
     """
@@ -91,8 +90,7 @@ class WorkerSet:
         self.on_leave: list[Callable[[Worker], None]] = []
         self.on_found: list[Callable[[Worker, float], None]] = []
         self._by_id: dict[str, Worker] = {}
-        by_slot: dict[int, Worker] = {}
-        self.at_slot: Callable[[int], Worker | None] = by_slot.get
+        self._by_slot: dict[int, Worker] = {}
         self._masks: defaultdict[int, int] = defaultdict(int)
 
     @property
@@ -111,6 +109,10 @@ class WorkerSet:
     def find(self, name: str) -> Worker | None:
         """The worker with this id. One that stays comes before one that leaves."""
         return self._by_id.get(name)
+
+    def at_slot(self, slot: int) -> Worker | None:
+        """The worker with this bit in the prefix index, which may be that of its host."""
+        return self._by_slot.get(slot)
 
     def mask_of(self, slot: int) -> int:
         """A bitmask of the workers for which something is held that is held under this slot: one,
@@ -134,9 +136,8 @@ class WorkerSet:
         before one with the same id that leaves."""
         leaving_first = sorted(self.all, key=lambda worker: not worker.is_gone)
         self._by_id = {worker.id: worker for worker in leaving_first}
-        by_slot = {worker.slot: worker for worker in self.all}
-        by_slot |= {w.host_slot: w for w in self.all if w.host_slot is not None}
-        self.at_slot = by_slot.get
+        self._by_slot = {worker.slot: worker for worker in self.all}
+        self._by_slot |= {w.host_slot: w for w in self.all if w.host_slot is not None}
         self.has_roles = any(each.role for each in self.all)
         self.has_tiers = any(w.has_tiers for w in self.all)
         self.slots = 0
