@@ -88,10 +88,11 @@ def extend_app(server_args: ServerArgs, of_engine: Workers) -> None:
     ):
         app.add_middleware(RewritingMiddleware, paths=paths, rewriter_of=rewriter_of)
     errors.install(app)
-    secret = EngineSecret(extension.settings.engine_secret)
-    secret_check.install(app, server_args.url(), secret)
+    # What is added later is around it: the secret is checked before a body is read for another.
     if of_engine.count > 1:
         app.add_middleware(WorkerMiddleware, workers=of_engine)
+    secret = EngineSecret(extension.settings.engine_secret)
+    secret_check.install(app, server_args.url(), secret)
     app.add_middleware(InFlightMiddleware, extension=extension)
     broadcasters = extension.broadcasters
     for broadcaster in broadcasters:
@@ -209,7 +210,8 @@ class AnswerMiddleware:
 
 
 class WorkerMiddleware:
-    """An ASGI application around another: requests of another worker go there."""
+    """An ASGI application around another: requests of another worker go there. It reads whole
+    bodies, so it stands behind the check of the engine secret."""
 
     def __init__(self, app: Any, workers: Workers) -> None:
         self.app = app

@@ -45,8 +45,9 @@ _CONVERSATION = CONVERSATION_HEADER.encode()
 _CLEARED = "/cleared"
 # What another worker has sent, and goes no further.
 _PASSED_ON = "sgl_ext.passed_on"
-# The headers with the engine secret, which no application behind its check sees.
-_HEADERS = "sgl_ext.headers"
+SENT_HEADERS = "sgl_ext.headers"
+"""In the scope of a request that is proved to be a balancer's: its headers with the engine secret,
+by which it is proved to another worker, too."""
 _OF_A_CONNECTION = frozenset(
     (b"connection", b"transfer-encoding", b"keep-alive", b"expect", b"host")
 )
@@ -110,8 +111,7 @@ class Workers:
         return self._serve_all
 
     def of_request(self, scope: Any) -> int:
-        """The worker that answers a request. Call it before the request's secret is checked."""
-        scope[_HEADERS] = scope["headers"]
+        """The worker that answers a request."""
         if self.count == 1 or _PASSED_ON in scope:
             return self.number
         path = scope["path"]
@@ -207,7 +207,7 @@ class Workers:
         target = f"{scope['path']}?{query}" if query else scope["path"]
         headers = [
             (name.decode("latin-1"), value.decode("latin-1"))
-            for name, value in scope.get(_HEADERS, scope["headers"])
+            for name, value in scope.get(SENT_HEADERS, scope["headers"])
             if name not in _OF_A_CONNECTION
         ]
         session = self._peers.get(number)

@@ -25,6 +25,7 @@ from sgl_ext.compat.errors import EngineError, send_error
 from sgl_ext.engine.arguments import in_effect
 from sgl_ext.engine.core.counters import counter
 from sgl_ext.engine.core.request_context import current_dry_run
+from sgl_ext.engine.core.workers import SENT_HEADERS
 from sgl_ext.protocols.request_ids import HEADER as REQUEST_ID_HEADER
 from sgl_ext.settings.schema import SettingsError
 from sgl_ext.settings.secrets import EngineSecret, is_reachable
@@ -62,10 +63,12 @@ class SecretMiddleware:
         if scope["type"] not in ("http", "websocket") or current_dry_run() is not None:
             await self.app(scope, receive, send)
             return
-        given = [value for name, value in scope["headers"] if name == _NAME]
-        scope["headers"] = [header for header in scope["headers"] if header[0] != _NAME]
+        sent = scope["headers"]
+        given = [value for name, value in sent if name == _NAME]
+        scope["headers"] = [header for header in sent if header[0] != _NAME]
         self._reload()
         if len(given) == 1 and self._accepts(given[0]):
+            scope[SENT_HEADERS] = sent
             await self.app(scope, receive, send)
         elif not given and scope.get("method") in ("GET", "HEAD") and scope["path"] in _PROBES:
             # SGLang's /health generates a token, which is not for strangers to spend.

@@ -148,7 +148,7 @@ class Engine:
         self.left, self.asked = asyncio.Event(), asyncio.Event()
         self.answers, self.cleared = True, 0
         secret = EngineSecret("env:SGLEXT_SECRET_OF_TEST")
-        self.app = WorkerMiddleware(SecretMiddleware(self.answer, secret), workers)
+        self.app = SecretMiddleware(WorkerMiddleware(self.answer, workers), secret)
 
     def clear(self) -> None:
         self.cleared += 1
@@ -199,6 +199,22 @@ async def test_another_worker_checks_the_secret_too() -> None:
         assert (await client.post(MESSAGES, headers=headers)).status_code == 401
 
 
+async def test_a_body_without_the_secret_is_not_read() -> None:
+    sent = []
+
+    async def receive() -> Any:
+        raise AssertionError("the body was read")
+
+    async def send(message: Any) -> None:
+        sent.append(message)
+
+    async with serving(2) as (first, _):
+        scope = scope_of(MESSAGES)
+        scope["headers"] = [(CONVERSATION_HEADER.encode(), b"1"), (b"host", b"engine")]
+        await first.app(scope, receive, send)
+    assert sent[0]["status"] == 401
+
+
 async def test_a_request_of_a_worker_that_has_ended_is_for_another_engine() -> None:
     async with serving(2, ended=1) as (first, _), client_of(first) as client:
         answer = await client.post(MESSAGES, headers={CONVERSATION_HEADER: "1"})
@@ -245,8 +261,8 @@ async def told(engine: Engine, path: str) -> list[bytes | None]:
     async def unused(*_: Any) -> Any:
         raise AssertionError
 
-    app = WorkerMiddleware(
-        SecretMiddleware(route, EngineSecret("env:SGLEXT_SECRET_OF_TEST")), engine.workers
+    app = SecretMiddleware(
+        WorkerMiddleware(route, engine.workers), EngineSecret("env:SGLEXT_SECRET_OF_TEST")
     )
     await app(scope_of(path), unused, unused)
     return answers
